@@ -10,8 +10,8 @@ Watch a stale sampler ruin a run, and rollout correction rescue it. Minutes on a
 
 A small model sorts digits (`sorting.py`). GRPO or RLOO improves it with a real vLLM that is always eight optimizer steps
 behind, as a sampler in an asynchronous run would be. Every option of `RolloutCorrectedGRPOConfig` or
-`RolloutCorrectedRLOOConfig` can be given. Runs with different options have different folders below `--output_dir`, and all of
-them are drawn into one picture.
+`RolloutCorrectedRLOOConfig` can be given. Each run has a folder of its own below `--output_dir`, and all are drawn into
+one picture.
 """
 
 import before_imports  # noqa: F401
@@ -25,6 +25,7 @@ import warnings
 from argparse import SUPPRESS, ArgumentParser
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -138,21 +139,21 @@ def name_of(chosen: dict, others: list[str]) -> str:
     return " ".join([chosen["trainer"], chosen.get("rollout_correction", "corrected"), *model, *others])
 
 
-def folder_of(name: str, args: RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig) -> Path:
-    return Path(args.output_dir) / re.sub(r"[^\w.-]+", "_", name.replace("--", ""))
+def folder_of(name: str, output_dir: str) -> Path:
+    return Path(output_dir) / re.sub(r"[^\w.-]+", "_", name.replace("--", ""))
 
 
-def take_folder(folder: Path):
-    """Make room for the run and its dump, where an earlier run of this example was."""
-    if (folder / RESULT).exists():
-        for file in (*folder.glob("step-*.parquet"), folder / "logs.jsonl", folder / "run.json", folder / RESULT):
-            file.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT).touch()  # ours from now on, even if the run is interrupted
+def take_folder(folder: Path) -> Path:
+    """Make a folder for the run and its dump: this one, or the first with a number if runs were there."""
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in count(2))
+    free = next(path for path in chain([folder], numbered) if not path.exists() or not any(path.iterdir()))
+    free.mkdir(parents=True, exist_ok=True)
+    (free / RESULT).touch()  # ours from now on, even if the run is interrupted
+    return free
 
 
-def run_without_correction(arguments: list[str]) -> str:
-    """Make the same run without correction, in a process of its own, as a process has one vLLM. Returns its name."""
+def run_without_correction(arguments: list[str], output_dir: str) -> Path:
+    """Make the same run without correction, in a process of its own, as a process has one vLLM. Returns its folder."""
     print("First the run without correction, in a process of its own.", flush=True)
     kept, ours = [], False  # whether a word is, or follows, an option of the correction
     for word in arguments:
@@ -164,7 +165,7 @@ def run_without_correction(arguments: list[str]) -> str:
     if code:
         sys.exit(code)
     print("\nNow the run with correction.", flush=True)
-    return name_of(*preview(kept))
+    return max(Path(output_dir).glob(f"*/{RESULT}"), key=lambda path: path.stat().st_mtime).parent
 
 
 def task_of(chosen: dict) -> ModuleType:
@@ -198,9 +199,10 @@ def main():
     parser.set_defaults_with_config(**training, **({} if "rollout_correction" in chosen else CORRECTION))
     script_args, args = parser.parse_args_and_config()
     name = name_of(chosen, others)
-    folder = Path(args.rollout_dump_dir or folder_of(name, args))
-    before = [folder_of(run_without_correction(sys.argv[1:]), args)] if script_args.compare else []
-    take_folder(folder)
+    before = [run_without_correction(sys.argv[1:], args.output_dir)] if script_args.compare else []
+    asked = Path(args.rollout_dump_dir or folder_of(name, args.output_dir))
+    folder = take_folder(asked)
+    name += folder.name.removeprefix(asked.name)
     args.rollout_dump_dir = str(folder)
 
     logging.disable_progress_bar()
@@ -208,7 +210,7 @@ def main():
     model_folder = task.warm_start(Path(script_args.model_folder))
     if hasattr(task, "probe") and not before:
         task.probe(model_folder)
-    print(f"Run: {name}", flush=True)
+    print(f"Run: {name}, in {folder}", flush=True)
     progress, log_history = train_it(model_folder, args, script_args)
     conclude(name, progress, log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began)
 

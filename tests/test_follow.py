@@ -68,7 +68,6 @@ def test_a_page_follows_a_run_that_starts_later_and_is_written_while_it_is_read(
         shutil.copy(files[0], dump)
         (dump / LOGS).write_text(log[0] + log[1][:30])
         until(lambda: dumped(output) == "1")
-        assert "line 2 of 2 is cut short" in output.read_text()
         assert output.read_text().count('<meta http-equiv="refresh" content="5">') == 1
         (dump / files[1].name).write_bytes(files[1].read_bytes()[:100])  # half written, so that it is left out
         time.sleep(6)

@@ -93,7 +93,6 @@ REPORT = [
     "page",
     "facts",
     "log_charts",
-    "token_charts",
     "compose",  # so far without matplotlib
     "drawing",
     "html_page",
@@ -104,12 +103,12 @@ REPORT = [
 
 # Lines of each wing, at most; `.` is the package itself. What comes in is paid for by what goes
 MOST_LINES = {
-    ".": 770,
+    ".": 700,
     "health": 850,
     "settings": 1760,
     "correction": 1340,
     "replay": 780,
-    "dumps": 600,
+    "dumps": 560,
     "diagnosis": 1610,
     "arrival": 620,
     "recording": 840,
@@ -117,7 +116,7 @@ MOST_LINES = {
     "asynchronous": 670,
     "axolotl": 100,
     "probe": 670,
-    "analysis": 2160,
+    "analysis": 1870,
 }
 LONGEST_MODULE = 400
 

@@ -57,10 +57,6 @@ def test_a_trainer_shows_the_arguments_of_trl(name):
     assert [*inspect.signature(Mine).parameters] == ["mine"]
 
 
-def test_dir_lists_what_can_be_imported():
-    assert set(trl_rollout_corr.__all__) <= set(dir(trl_rollout_corr))
-
-
 def test_a_misspelt_field_is_told_the_nearest():
     from trl_rollout_corr import RolloutCorrectedGRPOConfig
 

@@ -12,7 +12,6 @@ Command line.
 """
 
 import argparse
-import math
 import sys
 import traceback
 import warnings
@@ -124,10 +123,9 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "check",
         help="check that the installed TRL is supported, or check a file of settings",
-        description="Without a file, print the installed versions, say which names of TRL that this package uses are missing, "
-        "and say whether the installed TRL can be corrected. With a file, read it as a training script would, without "
-        "loading a model, and name every mistake. Exit code 0: TRL can be corrected, or the file has no mistake, "
-        "1: otherwise, 2: the file cannot be read.",
+        description="Without a file, print the installed versions, and say whether the installed TRL can be corrected. "
+        "With a file, read it as a training script would, without loading a model, and name every mistake. Exit code 0: "
+        "TRL can be corrected, or the file has no mistake, 1: otherwise, 2: the file cannot be read.",
     )
     command.add_argument("file", nargs="?", help="YAML file that a training script gets as --config")
     command.add_argument(
@@ -179,27 +177,7 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="YAML file with other settings to compare, such as a recipe. May be given several times",
     )
-    command.add_argument(
-        "--all",
-        action="store_true",
-        help="print a row for every preset (default: only for those that matter for the run)",
-    )
     command.add_argument("--json", action="store_true", help="print JSON, with every preset and unrounded numbers")
-    command.add_argument(
-        "--steps",
-        metavar="FIRST:LAST",
-        help="use only these optimizer steps; either side may be left out. Alarms are then ignored (default: use all steps, "
-        "but fit no bounds if there was an alarm about `k3_kl` or `kl`)",
-    )
-    command.add_argument(
-        "--epsilon",
-        type=float,
-        default=0.2,
-        help="PPO's clip range, for presets of bypass mode that clip (default: 0.2)",
-    )
-    command.add_argument(
-        "--epsilon_high", type=float, help="the upper side of that range (default: the value of --epsilon)"
-    )
     command.set_defaults(run=_compare, subject="dump")
 
 
@@ -270,12 +248,7 @@ def _report(args: argparse.Namespace) -> str:
 def _compare(args: argparse.Namespace) -> str:
     from .analysis.compare import compare
 
-    for name in ("epsilon", "epsilon_high"):
-        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
-            raise SelfContainedError(f"--{name} must be a number above 0, got {value}")
-    clip = 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
-    steps = _parse_steps(args.steps)
-    return compare(args.dump, args.config, clip=clip, steps=steps, every=args.all, as_json=args.json)
+    return compare(args.dump, args.config, as_json=args.json)
 
 
 def _diagnose(args: argparse.Namespace) -> str:
@@ -319,19 +292,6 @@ def _check(args: argparse.Namespace) -> str:
             report, usable = check_file(args.file, args.trainer, as_json=args.json)
     args.code = 0 if usable else 1
     return report
-
-
-def _parse_steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, separator, last = text.partition(":")
-    try:
-        steps = int(first or 0), int(last or 2**31 - 1) if separator else int(first)
-    except ValueError:
-        steps = (1, 0)
-    if not 0 <= steps[0] <= steps[1] < 2**31:
-        raise SelfContainedError(f"--steps must be two steps such as 10:20, got {text!r}")
-    return steps
 
 
 if __name__ == "__main__":

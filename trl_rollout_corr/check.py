@@ -4,12 +4,13 @@ import json
 import platform
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -18,7 +19,7 @@ from .messages import SelfContainedError, SettingError, __version__, nearest
 
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
 _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one, and not for a name of the user
-TRAINERS = ("grpo", "rloo", "async_grpo")
+_TRAINERS = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}
 
 
 # The installation -----------------------------------------------------------------------------------------------------
@@ -26,27 +27,17 @@ TRAINERS = ("grpo", "rloo", "async_grpo")
 
 def check_installation(*, as_json: bool = False) -> tuple[str, bool]:
     """Report on the installed packages, and `True` if the trainers work with them."""
+    of = packages_distributions()  # vLLM has distributions of other names
     versions = {"python": platform.python_version(), "trl-rollout-corr": __version__}
-    versions |= {name: _installed(name) or "not installed" for name in _PACKAGES}
-    cuda = _cuda()
-    changes, problem = _look_at_trl()
-    usable, verdict = problem is None, problem or f"trl {versions['trl']} can be corrected.{_untested()}"
+    versions |= {name: version(of[name][0]) if name in of else "not installed" for name in _PACKAGES}
+    versions["cuda"] = _cuda()
+    problem = _problem_of_trl()
+    verdict = problem or f"trl {versions['trl']} can be corrected.{_untested()}"
     if as_json:
-        report = {"versions": versions, "cuda": cuda, "changes": changes, "usable": usable, "verdict": verdict}
-        return json.dumps(report, indent=2) + "\n", usable
-    lines = [f"{name:<17} {value}" for name, value in {**versions, "cuda": cuda}.items()]
-    names = [f"{owner:<17} {' '.join(found) or 'all names in use are there'}" for owner, found in changes.items()]
-    return "\n".join([*lines, "", *names, "", verdict]) + "\n", usable
-
-
-def _installed(package: str) -> str | None:
-    """Version of a package; `None` if it is not installed."""
-    for distribution in (package, f"{package}-cpu"):  # vLLM has a distribution for CPUs
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            pass
-    return None
+        report = {"versions": versions, "usable": problem is None, "verdict": verdict}
+        return json.dumps(report, indent=2) + "\n", problem is None
+    lines = [f"{name:<17} {value}" for name, value in versions.items()]
+    return "\n".join([*lines, "", verdict]) + "\n", problem is None
 
 
 def _cuda() -> str:
@@ -59,23 +50,19 @@ def _cuda() -> str:
     return f"{built}, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
-def _look_at_trl() -> tuple[dict[str, list[str]], str | None]:
-    """Names of TRL in use that have changed, by class, and the reason why the trainers do not start, if there is one."""
-    if _installed("trl") is None:
-        return {}, "trl is not installed: `pip install trl`."
+def _problem_of_trl() -> str | None:
+    """The reason why the trainers do not start, if there is one."""
     from .trainers.versions import outside_window, release
 
-    outside = outside_window(release(), version("trl"))
-    if outside:  # modules may be missing
-        return {}, outside
+    if outside := outside_window(release(), version("trl")):  # modules may be missing
+        return outside
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TRL's, about the versions above
             from .trainers import trl_interface
     except Exception as error:  # any error of the import stops the trainers, too
-        return {}, f"trl {_installed('trl')} cannot be imported: {type(error).__name__}: {error}"
-    changes = {owner.__name__: trl_interface.changes(owner) for owner in trl_interface.METHODS}
-    return changes, trl_interface.refusal((trl_interface.GRPOTrainer, trl_interface.RLOOTrainer))
+        return f"trl {version('trl')} cannot be imported: {type(error).__name__}: {error}"
+    return trl_interface.refusal((trl_interface.GRPOTrainer, trl_interface.RLOOTrainer))
 
 
 def _untested() -> str:
@@ -93,20 +80,19 @@ def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) 
     a `trainer`, it is the one that knows most keys of the file.
     """
     settings, mistakes = _read(path)
-    _, problem = _look_at_trl()
-    if problem is not None:
+    if problem := _problem_of_trl():
         raise SelfContainedError(problem)
     guessed = "" if trainer else " (--trainer names another)"
-    trainer = trainer or max(TRAINERS, key=lambda name: len(settings.keys() & _known(name)))  # the first of equals
-    known = _known(trainer)
+    trainer = trainer or max(_TRAINERS, key=lambda name: len(settings.keys() & _fields(_config_class(name))))
+    config_class = _config_class(trainer)
+    known = _fields(config_class) | _fields_of_scripts()
     remarks: list[str] = []
     for name in [name for name in settings if name not in known]:
-        del settings[name]
         if name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
             mistakes.append(f"`{name}` is not a field of the configuration.{nearest(name, known)}")
         else:
             remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
-    refused, warned, correction = _build(trainer, settings)
+    refused, warned, correction = _build(config_class, settings)
     mistakes += refused
     remarks += warned
     if as_json:
@@ -130,38 +116,31 @@ def _read(path: str) -> tuple[dict[str, Any], list[str]]:
         raise SelfContainedError(f"{path} must have one setting in each line, such as `learning_rate: 1e-6`.")
     settings.pop("env", None)  # TRL's parser puts it into the environment
     keys = [key.value for key, _ in node.value]
-    counts = {key: keys.count(key) for key in keys}
-    twice = [f"`{key}` is set {n} times, and the last one counts." for key, n in counts.items() if n > 1]
+    twice = [f"`{key}` is set {n} times, and the last one counts." for key, n in Counter(keys).items() if n > 1]
     return {str(name): value for name, value in settings.items()}, twice
 
 
-def _classes(trainer: str) -> tuple[Any, ...]:
-    """Dataclasses of a training script: of TRL's scripts, the trainer and the model."""
+def _config_class(trainer: str) -> Any:
+    import trl_rollout_corr
+
+    return getattr(trl_rollout_corr, f"RolloutCorrected{_TRAINERS[trainer]}Config")
+
+
+def _fields_of_scripts() -> set[str]:
     from trl import DatasetMixtureConfig, ModelConfig
     from trl.scripts.grpo import GRPOScriptArguments
 
-    from . import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig
-
-    configs = (RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectedAsyncGRPOConfig)
-    config = dict(zip(TRAINERS, configs, strict=True))[trainer]
-    # The asynchronous trainer has a `dtype` of its own. A parser takes no name twice, and a class variable is no field
-    both = dict.fromkeys(_fields(config) & _fields(ModelConfig), ClassVar)
-    model: Any = dataclass(type("ModelConfig", (ModelConfig,), {"__annotations__": both}))
-    return GRPOScriptArguments, config, model, DatasetMixtureConfig
-
-
-def _known(trainer: str) -> set[str]:
-    return set().union(*map(_fields, _classes(trainer)))
+    return _fields(GRPOScriptArguments) | _fields(ModelConfig) | _fields(DatasetMixtureConfig)
 
 
 def _fields(cls: Any) -> set[str]:
     return {field.name for field in fields(cls) if field.init}
 
 
-def _build(trainer: str, settings: Mapping[str, Any]) -> tuple[list[str], list[str], str]:
+def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[list[str], list[str], str]:
     """
-    Errors and warnings of the configuration of a trainer, and its description. After an error the configuration is built
-    again without the setting that the error is about, so that the next error is found.
+    Errors and warnings of a configuration, and its description. After an error the configuration is built again without the
+    setting that the error is about, so that the next error is found.
     """
     import torch
     from trl import TrlParser
@@ -172,16 +151,17 @@ def _build(trainer: str, settings: Mapping[str, Any]) -> tuple[list[str], list[s
 
     # The file may be for a machine with a GPU
     here: dict[str, Any] = {} if torch.accelerator.is_available() else {"use_cpu": True, "tf32": None}
-    given: dict[str, Any] = {"output_dir": "output", **settings, **here}
+    known = _fields(config_class)
+    given = {"output_dir": "output", **{name: x for name, x in settings.items() if name in known}, **here}
     gone: set[str] = set()
     errors: list[str] = []
     while True:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                parser = Parser(_classes(trainer))
+                parser = Parser((config_class,))
                 parser.set_defaults_with_config(**given)
-                _, config, *_ = parser.parse_args_into_dataclasses([])
+                (config,) = parser.parse_args_into_dataclasses([])
         except (ValueError, TypeError, ImportError, OSError) as error:
             words = [error.field] if isinstance(error, SettingError) else []
             words += re.findall(r"\w+", str(error))

@@ -112,11 +112,6 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{number(100 * share)} %"
 
 
-def rounded(value: float) -> str:
-    """A number in a column of large and small ones: three digits, or all of those before the point."""
-    return "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-
-
 def three_decimals(value: float | None) -> str:
     """A number in a column of shares and ratios."""
     return "-" if value is None or math.isnan(value) else f"{value:.3f}"

@@ -10,13 +10,13 @@ from ..dumps.reading import open_dump
 from ..health.bands import HEALTHY, NEGLIGIBLE
 from ..health.examine import examine
 from ..health.texts import ADVISED
-from ..messages import rounded, three_decimals, warn, yaml_lines
+from ..messages import number, three_decimals, warn, yaml_lines
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.files import config_of_run, read_config
 from ..settings.presets import DEFAULT, PRESETS
 from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
-from .run import iterations_of, log_of_dump
+from .run import clip_range, iterations_of, log_of_dump
 from .spread import Spread, spread_of, suggest_bounds
 
 
@@ -54,47 +54,37 @@ class Comparison(NamedTuple):
     fitted: Mapping[str, object] | None  # settings with bounds that fit, as an alternative
 
 
-def compare(
-    path: str,
-    files: list[str],
-    *,
-    clip: tuple[float, float],
-    steps: tuple[int, int] | None = None,
-    every: bool = False,
-    as_json: bool = False,
-) -> str:
+def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     """
-    Compare the settings of a run, every preset and the settings of `files` on the sequences of a dump, and return the text to
-    print. `clip` has the ratios below and above which PPO clips in bypass mode; `steps` the first and the last step to take,
-    by default all, but without bounds if there was an alarm about the policies; `every` gives each preset a row.
+    Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the text to
+    print. No bounds are made if there was an alarm about the policies. JSON has every preset.
     """
-    dump = open_dump(path, steps=steps)
+    dump = open_dump(path)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
     sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
-    log = log_of_dump(dump.path) if steps is None else []
     if not sequences.sampled.any():
         raise ValueError(
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    findings = examine(log, config.settings, num_iterations=iterations_of(dump.settings))
+    findings = examine(log_of_dump(dump.path), config.settings, num_iterations=iterations_of(dump.settings))
     notes = []
     if alarm := first_alarm(findings):
         notes.append(
-            f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). To take the healthy "
-            "steps alone, name them with `--steps`."
+            f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). For the bounds of a "
+            "healthy step, name its file (step-*.parquet)."
         )
     batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
     best = recommend(config.settings, findings, spread.s)
     fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, config)
     settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {})}
-    presets = _presets()
-    chosen = presets if every or as_json else {name: presets[name] for name in _main_presets(config, presets)}
+    presets = {name: RolloutCorrectionConfig(rollout_correction=name) for name in (_REFERENCE, *PRESETS)}
+    chosen = presets if as_json else {name: presets[name] for name in _main_presets(config, presets)}
     settings |= chosen
     settings |= {file: read_config(file) for file in files}
-    effects = _effects(batch, settings, clip, notes)
+    effects = _effects(batch, settings, clip_range(dump.settings), notes)
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
     comparison = Comparison(batch, config, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
@@ -129,11 +119,6 @@ def _effects(
     return effects
 
 
-def _presets() -> dict[str, RolloutCorrectionConfig]:
-    """Every preset; first the one without a correction, the reference."""
-    return {name: RolloutCorrectionConfig(rollout_correction=name) for name in (_REFERENCE, *PRESETS)}
-
-
 def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, RolloutCorrectionConfig]) -> list[str]:
     """
     The presets that matter for a run: its own, the reference, the default, the one that is advised in each mode, the one whose
@@ -159,10 +144,10 @@ def _as_markdown(c: Comparison) -> str:
     bypasses = c.config.settings.bypasses
     mode = f"bypass, {c.config.settings.mode}" if bypasses else "decoupled"
     policy = "current" if bypasses else "old"
-    s, lengths = c.spread.s, c.spread.lengths
+    s = c.spread.s
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
     left_out = (
-        [f"{c.left_out} other presets, in other modes or with both weights and rejection: --all."]
+        [f"{c.left_out} other presets, in other modes or with both weights and rejection: --json."]
         if c.left_out
         else []
     )
@@ -178,12 +163,9 @@ def _as_markdown(c: Comparison) -> str:
         *_EXPLAINED,
         *left_out,
         "",
-        f"Spread s = {s:.4g}, without tails {c.spread.s_robust:.4g}. Mean length {rounded(lengths.mean().item())} "
-        f"({rounded(lengths.min().item())} to {rounded(lengths.max().item())}).",
+        f"Spread s = {s:.4g}. Mean length {number(c.spread.lengths.mean().item())} tokens.",
         f"Sequence weights keep half of their ESS up to {half}.",
     ]
-    if s > 2 * c.spread.s_robust:
-        lines.append("Most of the spread comes from a few tokens with a large log-ratio.")
     lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
     if c.best.settings:
         lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
@@ -228,7 +210,7 @@ def _as_json(c: Comparison) -> str:
             }
             for name, config, effect in c.effects
         ],
-        "spread": {"s": c.spread.s, "s_robust": c.spread.s_robust, "mean_length": c.spread.lengths.mean().item()},
+        "spread": {"s": c.spread.s, "mean_length": c.spread.lengths.mean().item()},
         "suggestion": c.fitted,
         "recommendation": {"row": c.row, "why": c.best.reason, "fields": c.best.settings},
     }

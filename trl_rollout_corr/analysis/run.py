@@ -65,7 +65,7 @@ def _read(path: Path) -> Run:
             damage.append(f"it also has the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
         about["correction"] = config.description
-        entries = [*read_logs(folder, damage.append), *entries]
+        entries = [*read_logs(folder), *entries]
     merged = _merge(entries)
     if not merged and dump is None:
         raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
@@ -100,6 +100,12 @@ def iterations_of(settings: Mapping[str, object]) -> int:
     """TRL's `num_iterations` of the run that wrote a dump: how often it trained on a batch."""
     number = settings.get("num_iterations")
     return number if isinstance(number, int) else 1
+
+
+def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Ratios below and above which TRL's PPO clips in the run that wrote a dump."""
+    below = settings.get("epsilon") or 0.2
+    return 1 - below, 1 + (settings.get("epsilon_high") or below)
 
 
 # The state of the trainer -------------------------------------------------------------------------------------------------

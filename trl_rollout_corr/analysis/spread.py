@@ -24,8 +24,6 @@ class Spread(NamedTuple):
 
     lengths: torch.Tensor  # tokens of each, `(B,)`
     s: float  # root mean square of the log-ratio of a token
-    # the same without the tails: the distance between percentiles 5 and 95, divided by their distance in a standard normal
-    s_robust: float
 
 
 def spread_of(batch: Batch) -> Spread:
@@ -38,12 +36,8 @@ def spread_of(batch: Batch) -> Spread:
 
 def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
     """Spread of log-ratios over the tokens that are valid, at least one; both of shape `(B, T)`."""
-    tokens = log_ratio[valid].double().sort().values
     lengths = valid.sum(1).double()
-    low, high = (tokens[round(p * (len(tokens) - 1))] for p in (0.05, 0.95))
-    of_normal = 2 * torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64))
-    s, s_robust = tokens.square().mean().sqrt(), (high - low) / of_normal
-    return Spread(lengths[lengths > 0], s.item(), s_robust.item())
+    return Spread(lengths[lengths > 0], log_ratio[valid].double().square().mean().sqrt().item())
 
 
 def suggest_bounds(spread: Spread) -> tuple[float, float]:

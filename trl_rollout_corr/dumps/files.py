@@ -7,7 +7,8 @@ its name only when it is complete, so that a crash loses at most the file being 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +89,13 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
 
 
-def read_logs(path: Path, on_damage: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
-    """Entries with a step of the log of a dump. `on_damage` is told about each line that cannot be used."""
+def read_logs(path: Path) -> list[dict[str, Any]]:
+    """Entries with a step of the log of a dump, without lines that a crash cut short."""
     logs, entries = path / LOGS, []
-    lines = logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ()
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            if on_damage is not None:
-                on_damage(
-                    f"{LOGS} is damaged: line {number} of {len(lines)} is cut short or is not JSON, and is left out"
-                )
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
-            entries.append(entry)
-    return entries
+    for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int | float)]
 
 
 def _step(path: Path) -> int:

@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from .columns import COLUMNS, SCHEMA
 
 
-# Columns that `Sequences` reads
-READ = [column.name for column in COLUMNS if column.dtype is not None or column.name == "prompt_ids"]
-TEXT = ["prompt", "tokens"]
+_TEXT = ["prompt", "tokens"]
 _LONGEST = 100  # characters of a token
 
 
 class Sequences:
     """
-    `B` sequences of a dump with `N` tokens, from a table with the columns `READ`, and those of `TEXT` if the text was read.
+    `B` sequences of a dump with `N` tokens, from a table with the columns of a dump.
 
     Each column of numbers is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...) or `(N,)` with a
     number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the column is null.
@@ -42,12 +40,12 @@ class Sequences:
         nothing = np.zeros(0, np.int32)
         # Token ids of each prompt; empty where they are not known
         self.prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
-        self._text: Any = table.select(TEXT) if set(TEXT) <= {*table.column_names} else None
+        self._text: Any = table.select(_TEXT) if set(_TEXT) <= {*table.column_names} else None
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":
         """Sequences of rows that are not written, of [`~trl_rollout_corr.dumps.rows.make_row`], without text."""
-        return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).select(READ))
+        return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).drop_columns(_TEXT))
 
     def __len__(self) -> int:
         return len(self.step)
@@ -115,14 +113,8 @@ class Sequences:
 
     def text(self, row: int, place: int) -> str:
         """Text of one token of a sequence, which is cut after `_LONGEST` characters."""
-        return self.texts(row, place, place + 1)[0]
-
-    def texts(self, row: int, first: int, end: int) -> list[str]:
-        """Text of some tokens of a sequence, each of which is cut after `_LONGEST` characters."""
-        texts = self._text["tokens"][row].values.slice(first, end - first).to_pylist()
-        return [
-            f"{text[:_LONGEST]}\u2026" if len(text) > _LONGEST else text for text in (text or "" for text in texts)
-        ]
+        text = self._text["tokens"][row].values[place].as_py() or ""
+        return f"{text[:_LONGEST]}\u2026" if len(text) > _LONGEST else text
 
     def prompt(self, row: int) -> str:
         """Prompt of a sequence."""

@@ -7,7 +7,6 @@ NEGLIGIBLE = 0.004
 # Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
 HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "k3_kl": (None, 0.01),
-    "kl": (-0.1, 0.1),
     "kl_advantage_positive": (None, 0.02),
     "chi2_token": (None, 1.0),
     "chi2_seq": (None, 10.0),

@@ -10,15 +10,19 @@ from transformers import PreTrainedModel
 from ..messages import plain, warn
 
 
-# Fields of TRL that a diagnosis advises to set. Of mappings, only these keys: others may be secret, such as a Hub token
-_ADVISED: dict[str, tuple[str, ...]] = {
+# Fields of TRL that a diagnosis advises to set, or that rules and `compare` read. Of mappings, only these keys: others may be
+# secret, such as a Hub token
+_OF_TRL: dict[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": (),
     "disable_dropout": (),
+    "epsilon": (),
+    "epsilon_high": (),
     "generation_kwargs": ("frequency_penalty", "presence_penalty"),
     "learning_rate": (),
     "mask_truncated_completions": (),
     "min_p": (),
     "model_init_kwargs": ("dtype",),
+    "num_iterations": (),
     "per_device_train_batch_size": (),
     "repetition_penalty": (),
     "temperature": (),
@@ -28,9 +32,9 @@ _ADVISED: dict[str, tuple[str, ...]] = {
 
 
 def settings_in_effect(args: Any) -> dict[str, Any]:
-    """Settings in effect, the names of those `given`, and the TRL fields that a diagnosis may advise, in types of JSON."""
+    """Settings in effect, the names of those `given`, and some fields of TRL, in types of JSON."""
     settings = {**asdict(args.settings), "given": sorted(args.given)}
-    for name, keys in _ADVISED.items():
+    for name, keys in _OF_TRL.items():
         if hasattr(args, name):
             value = getattr(args, name)
             settings[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value

@@ -1,5 +1,6 @@
 """The command `report`: a run or a dump as one page, or two against each other."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,8 +33,8 @@ def follow_report(sources: Sequence[str], output: str) -> str:
 
 
 def _check_number(sources: Sequence[str]) -> None:
-    if len(sources) > 2:
-        raise SelfContainedError(f"one run, or two runs to compare; got {len(sources)}: {', '.join(sources)}")
+    if len(sources) > 2 or len({*map(os.path.realpath, sources)}) < len(sources):
+        raise SelfContainedError(f"one run, or two different runs to compare; got {', '.join(sources)}")
 
 
 def _read_page(sources: Sequence[str]) -> Page:
@@ -56,16 +57,13 @@ def _check_output(path: Path) -> Path:
 
 
 def _names(sources: Sequence[str]) -> list[str]:
-    """The name of the folder of a run, or the shortest ends of two paths that differ."""
+    """The names of the folders of runs, with the folders above in which they differ."""
     paths = [Path(source).resolve() for source in sources]
-    if len(paths) == 1:
-        return [(paths[0].parent if paths[0].is_file() else paths[0]).name]
-    first, second = (path.parts for path in paths)
-    for n in range(1, max(len(first), len(second)) + 1):
-        names = ["/".join(first[-n:]), "/".join(second[-n:])]
-        if names[0] != names[1]:
-            return names
-    return [f"{first[-1]} (A)", f"{second[-1]} (B)"]
+    folders = [path.parent if path.is_file() else path for path in paths]
+    if len({*folders}) < len(folders):
+        folders = paths
+    above = os.path.commonpath([folder.parent for folder in folders])
+    return [folder.relative_to(above).as_posix() for folder in folders]
 
 
 def _write(path: Path, content: bytes) -> None:

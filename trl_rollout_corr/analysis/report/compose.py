@@ -16,7 +16,6 @@ from .completions import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
 from .page import Banner, Card, Page, Section
-from .token_charts import distribution
 from .token_tables import Lost, concentration, find_lost, find_worst
 
 
@@ -27,11 +26,7 @@ def compose(runs: Sequence[Facts]) -> Page:
     of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
     lost = find_lost(sequences, one.run.config) if one and sequences else None
     of_tokens = (
-        [
-            *_tokens(sequences, lost),
-            distribution(sequences),
-            Section("worst", "The worst tokens", worst=find_worst(sequences)),
-        ]
+        [*_tokens(sequences, lost), Section("worst", "The worst tokens", worst=find_worst(sequences))]
         if sequences and lost
         else []
     )
@@ -140,16 +135,15 @@ def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
         drawn = "completions, none of which was drawn at random, so that they do not represent the batch"
     explained = (
         f"The tables count {lost.completions:,} {drawn}. Each row is about one token of the vocabulary, and shows the last "
-        "place where it was counted. `Times` says how often it was counted. `Share of these` is that number divided by the "
-        "first one above the table. `Share of its own` is that number divided by all occurrences of the token with this sign "
-        "of the advantage. The advantage and the probabilities are means over the counted places."
+        "place where it was counted. `Share of all` is its share of all tokens with this sign of the advantage. The "
+        "probabilities are means over the counted places."
     )
-    text = f"{explained} {lost.text}".strip() if lost.rejected or lost.at_bound else lost.text
+    text = f"{explained} {lost.text}".strip() if lost.tables else lost.text
     of_single = (
         "Each token is marked with what the correction did to it. Hover over a token to see its probabilities and its factor "
-        "on the policy gradient, or open `Numbers`. A factor from 0.95 to 1.05 counts as full. The completions that lost the "
-        "most gradient come first: what the factor of each token lacks to 1 is added up and multiplied by |advantage|. A long "
-        "completion is shortened to the places where most was changed."
+        "on the policy gradient. A factor from 0.95 to 1.05 counts as full. The completions that lost the most gradient come "
+        "first: what the factor of each token lacks to 1 is added up and multiplied by |advantage|. A long completion is "
+        "shortened to the places where most was changed."
     )
     chosen = choose_completions(sequences)
     return [

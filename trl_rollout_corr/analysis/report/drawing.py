@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ...messages import number
-from .page import Axis, Chart, Page, Series
+from .page import Chart, Page
 
 
 # By role, in light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers tell apart. Pictures are
@@ -49,11 +48,6 @@ _STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), _LIGHT["text"]),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _LIGHT["muted"]),
     "grid.color": _LIGHT["grid"],
-}
-_MARKS: dict[str, dict[str, Any]] = {
-    "line": {"zorder": 3},
-    "dashed": {"linestyle": "--", "zorder": 4},
-    "joined": {"marker": "o", "markersize": 4},
 }
 _LEGEND = 50  # characters of the names in one line of a legend
 _WIDTH, _LINE, _DPI = 10.4, 120, 110  # of a PNG: inches, characters of a line of text, and dots per inch
@@ -108,12 +102,17 @@ def _style() -> Iterator[None]:
 
 def draw(chart: Chart, axes: Axes) -> None:
     """Draw a chart on empty axes."""
-    axes.set(xscale="log" if chart.x.log else "linear", yscale="log" if chart.y.log else "linear")
-    for series in chart.series:
-        _draw_series(axes, series)
+    axes.set(xlim=chart.steps, yscale="log" if chart.log else "linear")
+    for curve in chart.curves:
+        steps, values = curve.values.index, curve.values
+        color = _LIGHT[curve.color]
+        if (values["max"] > values["min"]).any():
+            axes.fill_between(steps, values["min"], values["max"], color=color, linewidth=0, alpha=0.2)
+        how: dict[str, Any] = {"linestyle": "--", "zorder": 4} if curve.dashed else {"zorder": 3}
+        how |= {"marker": "o", "markersize": 4} if len(steps) <= 12 else {}
+        axes.plot(steps, values["mean"], color=color, label=curve.name or None, **how)
     _draw_band(axes, chart)
-    _dress(axes, "x", chart.x)
-    _dress(axes, "y", chart.y)
+    _place_ticks(axes, chart)
     for i, step in enumerate(dict.fromkeys(step for step, _ in chart.alarms)):
         axes.axvline(step, color=_LIGHT["alarm"], linewidth=1.3, linestyle="--")
         names = ", ".join(name for at, name in chart.alarms if at == step)
@@ -128,38 +127,18 @@ def draw(chart: Chart, axes: Axes) -> None:
         axes.legend(frameon=False, handlelength=1.3, ncols=columns, columnspacing=1.2, **place)
 
 
-def _draw_series(axes: Axes, series: Series) -> None:
-    x, y = np.asarray(series.x), np.asarray(series.y)
-    ink: dict[str, Any] = {"color": _LIGHT[series.color], "label": series.name or None}
-    if series.mark == "bars":
-        axes.bar(x, y, 0.65, alpha=0.8, **ink)
-    elif series.mark == "steps":
-        axes.stairs(y, x, fill=True, alpha=0.75, **ink)
-    elif series.mark == "area":
-        axes.fill_between(x, np.asarray(series.low), y, linewidth=0, alpha=0.2, **ink)
-    else:
-        few = {"marker": "o", "markersize": 4} if len(x) <= 12 else {}
-        axes.plot(x, y, **ink, **{**few, **_MARKS[series.mark]})
-
-
-def _dress(axes: Axes, side: str, described: Axis) -> None:
-    """Ends, label and ticks of an axis."""
-    axis = getattr(axes, f"{side}axis")
-    axes.set(**{f"{side}label": described.label})
-    if described.limits is not None:
-        axes.set(**{f"{side}lim": described.limits})
-    if described.names:
-        long = side == "x" and sum(map(len, described.names)) >= 36
-        axis.set_ticks(range(len(described.names)), described.names, rotation=18 if long else 0)
-        return
-    if described.log:
-        low, high = axes.get_xlim() if side == "x" else axes.get_ylim()
+def _place_ticks(axes: Axes, chart: Chart) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    if chart.log:
+        low, high = axes.get_ylim()
         subs = (1.0, 2.0, 5.0) if math.log10(high / low) < 2 else (1.0,)
-        axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=7))
-        axis.set_minor_locator(ticker.NullLocator())
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=7))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
     else:
-        axis.set_major_locator(ticker.MaxNLocator(5, integer=described.whole, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
 
 
 def _draw_band(axes: Axes, chart: Chart) -> None:

@@ -8,7 +8,7 @@ from ...messages import __version__, number
 from .completions import EFFECTS
 from .drawing import COLORS, svg
 from .page import Page
-from .token_tables import in_line, percent_of
+from .token_tables import percent_of
 
 
 # Lower ends of |d| for the three shades of a token
@@ -18,7 +18,7 @@ SHADES = (0.1, 0.5, 2.0)
 def render(page: Page) -> str:
     """The page as HTML."""
     environment = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(cell=_cell, inline=in_line, number=number, shade=_shade, share=percent_of, svg=svg)
+    environment.filters.update(cell=_cell, number=number, shade=_shade, share=percent_of, svg=svg)
     template = environment.get_template("page.html")
     return (
         template.render(page=page, colors=COLORS, shades=SHADES, effects=EFFECTS, version=__version__).strip() + "\n"

@@ -10,24 +10,21 @@ import pandas as pd
 from ...health.bands import HEALTHY, in_words
 from ...messages import PREFIX, number, percent
 from .facts import Facts, is_healthy
-from .page import Axis, Card, Chart, Section, Series, ends_of
+from .page import Card, Chart, Curve, Section
 
 
 class Trend(NamedTuple):
     """
-    A chart of metrics: its title, and labels by metric. The first metric has the healthy band, unless a note says where to
-    look instead; the others are its parts.
+    A chart of metrics: its title, and labels by metric. The first metric has the healthy band; the others are its parts.
     """
 
     title: str
     metrics: Mapping[str, str]
     log: bool = False
-    note: str = ""
 
 
-_START = "start of later turns"
 # Without the prefix of their keys
-TRENDS = {
+OVERVIEW = {
     "k3-kl": Trend(
         "Gap (k3_kl), nats per token",
         {"k3_kl": "all", "engine_k3_kl": "engine", "update_k3_kl": "updates since"},
@@ -37,121 +34,89 @@ TRENDS = {
     "sample-size": Trend("Effective sample size of the importance weights", {"rollout_is_eff_sample_size": "share"}),
     "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
     "reward": Trend("Reward", {"reward": "reward"}),
-    "kl": Trend(
-        "KL divergence, mean of -d",
-        {"kl": "kl"},
-        note="Another estimate of the gap, with more noise, which may be negative. The gap itself has the healthy band.",
-    ),
-    "kl-by-advantage": Trend(
-        "KL divergence by the sign of the advantage",
-        {"kl_advantage_positive": "positive", "kl_advantage_negative": "negative"},
-    ),
+}
+MORE = {
+    "kl-rewarded": Trend("KL divergence over tokens with a positive advantage", {"kl_advantage_positive": "positive"}),
     "k3-kl-by-turn": Trend(
         "Gap by turn (k3_kl), nats per token",
-        {"turn_first/k3_kl": "first", "turn_last/k3_kl": "last", "turn_start/k3_kl": _START},
+        {"turn_first/k3_kl": "first", "turn_last/k3_kl": "last", "turn_start/k3_kl": "start of later turns"},
         log=True,
     ),
-    "percentiles": Trend(
-        "Percentiles of d", {"log_ratio_p50": "median", "log_ratio_p1": "1 %", "log_ratio_p99": "99 %"}
-    ),
     "mean-weight": Trend("Mean importance weight", {"rollout_is_mean": "mean"}),
-    "nonfinite": Trend("Share of tokens that are not finite", {"nonfinite_fraction": "share"}),
     "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
 }
-OVERVIEW = ("k3-kl", "rejected", "sample-size", "effective-lr", "reward")
 _LAST = 10  # windows of which a main number is the mean: as many, or a tenth of the run if that is more
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
-
-# Groups of tokens whose shares of rejected and down-weighted tokens are logged
-_GROUPS = ("advantage_positive", "advantage_negative")
-_MEASURES = {"rejected": "rejected", "downweighted": "down-weighted"}
-
-Alarms = Sequence[tuple[int, str]]  # steps, and the numbers of findings
 COLORS = ("line", "second", "third")
 
 
-def trends(
+def draw_trends(
+    trends: Mapping[str, Trend],
     logs: Mapping[str, pd.DataFrame],
-    names: Sequence[str],
-    alarms: Mapping[str, Alarms],
     colors: Sequence[str] = COLORS,
+    alarms: Sequence[tuple[int, str]] = (),
 ) -> list[Chart]:
     """
     Charts of the metrics that were logged, over optimizer steps. Of one run every metric of a chart is drawn, of two the first
-    of each. `alarms` are in order of steps, by key of the metric; `""` for all metrics.
+    of each.
     """
-    charts = []
-    for name in names:
-        curves = _curves(TRENDS[name], logs)
-        if curves is not None and not (name == "nonfinite" and not curves.any(axis=None)):
-            metric = next(iter(TRENDS[name].metrics))
-            of_chart = alarms.get("", ()) or alarms.get(_key(metric), ())
-            charts.append(_trend(name, metric, curves, of_chart, logs, colors))
-    return charts
+    charts = (_chart(name, trend, logs, colors, alarms) for name, trend in trends.items())
+    return [chart for chart in charts if chart is not None]
 
 
-def _trend(
-    name: str,
-    metric: str,
-    curves: pd.DataFrame,
-    alarms: Alarms,
-    logs: Mapping[str, pd.DataFrame],
-    colors: Sequence[str],
-) -> Chart:
-    means, trend = curves["mean"], TRENDS[name]
-    log = trend.log and bool(curves.min(axis=None) > 0)
-    ends = "; ".join(f"{label + ' ' if len(means.columns) > 1 else ''}{ends_of(means[label])}" for label in means)
-    banded = metric in HEALTHY and not trend.note
-    healthy = f" Healthy: {in_words(metric)}." if banded else f" {trend.note}".rstrip()
-    labels = [*(logs if len(logs) > 1 else trend.metrics.values())]
-    healthy += "".join(f" {label.capitalize()}: the same curve." for label in curves.attrs["same"])
-    color = dict(zip(labels, colors, strict=False))
-    shown = curves.clip(lower=min(_NOISE, curves.max(axis=None))) if log else curves
-    series = []
-    for i, label in enumerate(means):
-        mean, low, high = (shown[kind][label] for kind in ("mean", "min", "max"))
-        if (high > low).any():
-            series.append(Series("", means.index, high, "area", color[label], low))
-        mark = "dashed" if i and len(logs) == 1 else "line"  # a part of the first curve, so that both are seen
-        series.append(Series(label if len(means.columns) > 1 else "", means.index, mean, mark, color[label]))
+def _chart(
+    name: str, trend: Trend, logs: Mapping[str, pd.DataFrame], colors: Sequence[str], alarms: Sequence[tuple[int, str]]
+) -> Chart | None:
+    values = _logged(trend, logs)
+    if values.empty:
+        return None
+    first, *others = values.columns
+    same = [label for label in others if len(logs) == 1 and np.allclose(values[label], values[first], equal_nan=True)]
+    windows = _in_windows(values.drop(columns=same))  # what equals the first curve would hide it
+    means = windows.xs("mean", axis=1, level=1)
+    metric = next(iter(trend.metrics))
+    log = trend.log and bool(windows.min(axis=None) > 0)
+    names = {label: f"{label} " if means.shape[1] > 1 else "" for label in means}
+    note = f"{'; '.join(f'{names[label]}{_ends(means[label])}' for label in means)}."
+    note += f" Healthy: {in_words(metric)}." if metric in HEALTHY else ""
+    note += "".join(f" {label.capitalize()}: the same curve." for label in same)
+    shown = windows.clip(lower=min(_NOISE, windows.max(axis=None))) if log else windows
+    color = dict(zip(logs if len(logs) > 1 else trend.metrics.values(), colors, strict=False))
+    curves = [  # a part of the first curve is dashed, so that both are seen
+        Curve(names[label].strip(), shown[label], color[label], dashed=i > 0 and len(logs) == 1)
+        for i, label in enumerate(means)
+    ]
     steps = [step for of_run in logs.values() for step in of_run.index]
     room = (max(steps) - min(steps)) / 50 or 0.5
-    return Chart(
-        name,
-        trend.title,
-        f"{ends}.{healthy}",
-        Axis("optimizer step", whole=True, limits=(min(steps) - room, max(steps) + room)),  # the same in every chart
-        Axis(log=log),
-        series,
-        means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index(),
-        HEALTHY[metric] if banded else (None, None),
-        alarms,
-    )
+    table = means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index()
+    ends = (min(steps) - room, max(steps) + room)  # the same in every chart
+    return Chart(name, trend.title, note, ends, log, curves, table, HEALTHY.get(metric, (None, None)), alarms)
 
 
-def _curves(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
-    """Columns `mean`, `min` and `max` by curve, over at most `POINTS` windows of steps; `None` without a value."""
+def _logged(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """A column for each curve that has values, with optimizer steps as index."""
     if len(logs) == 1:
         columns = [(label, metric, log) for log in logs.values() for metric, label in trend.metrics.items()]
     else:
         columns = [(name, next(iter(trend.metrics)), log) for name, log in logs.items()]
     logged = {label: log[_key(metric)] for label, metric, log in columns if _key(metric) in log}
-    if not logged:
-        return None
-    values = pd.concat(logged, axis=1).sort_index().replace([np.inf, -np.inf], np.nan)
-    values = values.dropna(how="all").dropna(how="all", axis=1)
-    if values.empty:
-        return None
-    first, *others = values.columns
-    same = [label for label in others if len(logs) == 1 and np.allclose(values[label], values[first], equal_nan=True)]
-    values = values.drop(columns=same)
+    values = pd.DataFrame(logged).sort_index().replace([np.inf, -np.inf], np.nan)
+    return values.dropna(how="all").dropna(how="all", axis=1)
+
+
+def _in_windows(values: pd.DataFrame) -> pd.DataFrame:
+    """Columns `mean`, `min` and `max` of each curve, over at most `POINTS` windows of steps."""
     window = np.arange(len(values)) // -(-len(values) // POINTS)
     steps = pd.Series(values.index, dtype=float).groupby(window).mean()
-    kinds = {kind: values.groupby(window).agg(kind) for kind in ("mean", "min", "max")}
-    curves = pd.concat(kinds, axis=1).set_axis(steps)
-    curves.attrs["same"] = same  # parts that are not drawn, because they are equal to the first curve
-    return curves
+    return values.groupby(window).agg(["mean", "min", "max"]).set_axis(steps)
+
+
+def _ends(values: pd.Series) -> str:
+    """The first and the last value of a curve, with their steps."""
+    values = values.dropna()
+    ends = (f"{number(float(values.iloc[i]))} at step {number(round(values.index[i]))}" for i in (0, -1))
+    return ", ".join(dict.fromkeys(ends))
 
 
 def _key(metric: str) -> str:
@@ -161,7 +126,7 @@ def _key(metric: str) -> str:
 def main_numbers(log: pd.DataFrame) -> list[Card]:
     """The four main numbers of a run, with their first values and healthy bands; none without a log."""
     name = "sample-size" if _key("rollout_is_eff_sample_size") in log else "effective-lr"
-    return [] if log.empty else [_main_number(TRENDS[key], log) for key in ("k3-kl", name, "rejected", "reward")]
+    return [] if log.empty else [_main_number(OVERVIEW[key], log) for key in ("k3-kl", name, "rejected", "reward")]
 
 
 def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
@@ -183,11 +148,18 @@ def overview(runs: Sequence[Facts]) -> Section:
     """The main charts, of one run or two."""
     alarms = sorted((alarm for facts in runs for alarm in facts.alarms), key=lambda alarm: alarm[:2])
     where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
-    text = "No alarm was raised."
-    if alarms:
-        text = f"Dashed red lines mark the first alarms. They have the numbers of the findings: {where}."
+    text = "Healthy values are shaded green. "
+    text += (
+        f"Dashed red lines mark the first alarms. They have the numbers of the findings: {where}."
+        if alarms
+        else "No alarm was raised."
+    )
+    if any(len(facts.run.log) > POINTS for facts in runs):
+        text += (
+            " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
+        )
     logs = {facts.name: facts.run.log for facts in runs}
-    charts = trends(logs, OVERVIEW, {"": [(step, name) for step, name, _ in alarms]}, _colors(runs))
+    charts = draw_trends(OVERVIEW, logs, _colors(runs), [(step, name) for step, name, _ in alarms])
     return Section("overview", "What happened", text if charts else "", charts=charts)
 
 
@@ -200,57 +172,32 @@ def _colors(runs: Sequence[Facts]) -> Sequence[str]:
 
 def more_trends(facts: Facts) -> Section | None:
     """Charts of the other metrics."""
-    alarms: dict[str, list[tuple[int, str]]] = {}
-    for step, name, finding in facts.alarms:
-        alarms.setdefault(finding.key, []).append((step, name))
-    charts = trends({"": facts.run.log}, [name for name in TRENDS if name not in OVERVIEW], alarms, _colors([facts]))
-    text = "Healthy values are shaded green. A dashed red line marks the first alarm of a finding, and has its number."
-    if len(facts.run.log) > POINTS:
-        text += (
-            " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
-        )
-    return Section("trends", "More trends", text, charts=charts) if charts else None
+    charts = draw_trends(MORE, {"": facts.run.log}, _colors([facts]))
+    return Section("trends", "More trends", charts=charts) if charts else None
 
 
 # Who is rejected ----------------------------------------------------------------------------------------------------------
 
 
 def rejected(facts: Facts) -> Section | None:
-    """The shares of tokens that are rejected, by criterion and by group of tokens."""
+    """The shares of tokens that are rejected and down-weighted, by criterion and by the sign of the advantage."""
     log, config = facts.run.log, facts.run.config
-    means = log.replace([np.inf, -np.inf], np.nan).mean()
-    shares = (
-        {c.name: means.get(f"{PREFIX}rollout_rs_{c.name}_masked_fraction", math.nan) for c in config.settings.criteria}
-        if config
-        else {}
-    )
-    sentences = [
-        f"{percent(float(share))} of the tokens (`{name}`)" for name, share in shares.items() if math.isfinite(share)
-    ]
-    parts = [f"Rejected by criterion: {', '.join(sentences)}."] if sentences else []
-    elsewhere, rejected = (float(means.get(f"{PREFIX}{name}/reward_mean", math.nan)) for name in ("kept", "rejected"))
-    if math.isfinite(elsewhere + rejected):
-        where = f"{number(rejected)} where a completion is rejected as a whole, and {number(elsewhere)} elsewhere"
+    means = log.replace([np.inf, -np.inf], np.nan).mean().dropna()
+    criteria = config.settings.criteria if config else ()
+    words = {f"rollout_rs_{c.name}_masked_fraction": f"rejected by {c.name}" for c in criteria}
+    for measure, done in (("rejected", "rejected"), ("downweighted", "down-weighted")):
+        for sign in ("positive", "negative"):
+            words[f"{measure}/advantage_{sign}"] = f"{done}, of those with a {sign} advantage"
+    rows = [(text, percent(float(means[_key(key)]))) for key, text in words.items() if _key(key) in means]
+    parts = []
+    elsewhere, dropped = (float(means.get(_key(f"{name}/reward_mean"), math.nan)) for name in ("kept", "rejected"))
+    if math.isfinite(elsewhere + dropped):
+        where = f"{number(dropped)} where a completion is rejected as a whole, and {number(elsewhere)} elsewhere"
         parts.append(f"The mean reward is {where}.")
-    groups = _by_group(means)
-    if not groups.empty:
-        parts += [
-            "The table has means of the logged shares. Training learns least from the group with the largest share."
-        ]
-        parts += [
-            "Down-weighted is the mean of max(0, 1 - factor on the gradient) over all tokens of the group, where a rejected "
-            "token counts as 0."
-        ]
-    table = None if groups.empty else groups
+    if rows:
+        parts.append(
+            "The table has means of the logged shares. Down-weighted is the mean of max(0, 1 - factor on the gradient), where "
+            "a rejected token counts as 0."
+        )
+    table = pd.DataFrame(rows, columns=["tokens", "share"]) if rows else None
     return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None
-
-
-def _by_group(means: pd.Series) -> pd.DataFrame:
-    """Shares of tokens that are rejected and down-weighted, a row for each group of tokens."""
-    shares: dict[str, dict[str, float]] = {}
-    for key, mean in means.dropna().items():
-        measure, _, group = str(key).removeprefix(PREFIX).partition("/")
-        if str(key).startswith(PREFIX) and measure in _MEASURES and group in _GROUPS:
-            shares.setdefault(group.replace("_", " "), {})[_MEASURES[measure]] = mean
-    table = pd.DataFrame.from_dict(shares, orient="index", columns=[*_MEASURES.values()])
-    return table.rename_axis("tokens of").reset_index()
