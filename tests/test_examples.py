@@ -208,7 +208,7 @@ def test_make_installs_what_the_pretrained_model_of_the_quickstart_needs():
 
 
 @pytest.mark.vllm
-def test_the_program_in_the_readme_trains(tiny_model_path, shared_engine, tmp_path, monkeypatch):
+def test_the_program_in_the_readme_trains_and_can_be_started_twice(tiny_model_path, shared_engine, tmp_path, monkeypatch):
     (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for written, small in (
@@ -218,8 +218,10 @@ def test_the_program_in_the_readme_trains(tiny_model_path, shared_engine, tmp_pa
     ):
         assert written in program
         program = program.replace(written, small)
-    names: dict = {}
-    exec(program, names)
-    assert isinstance(names["trainer"], TRAINERS["grpo"][0])
-    assert any("rollout_corr/k3_kl" in entry for entry in names["trainer"].state.log_history)
-    assert list((tmp_path / "output/dump").glob("step-*.parquet"))
+    for dump in ("output/dump", "output/dump-2"):
+        names: dict = {}
+        exec(program, names)
+        assert isinstance(names["trainer"], TRAINERS["grpo"][0])
+        assert any("rollout_corr/k3_kl" in entry for entry in names["trainer"].state.log_history)
+        assert list((tmp_path / dump).glob("step-*.parquet"))
+        assert dump in (ROOT / "README.md").read_text()
