@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -37,7 +38,7 @@ COLUMNS = {
 def rising(completions: list[str], **kwargs) -> list[float]:
     """Reward: the share of tokens that are one larger than the one before, with 0 after 9."""
     rows = [text.split() if " " in text else list(text) for text in completions]
-    pairs = [list(zip(row, row[1:], strict=False)) for row in rows]
+    pairs = [list(pairwise(row)) for row in rows]
     hits = [sum(a.isdigit() and b == str((int(a) + 1) % 10) for a, b in row) for row in pairs]
     return [hit / (TOKENS - 1) for hit in hits]
 
@@ -85,11 +86,16 @@ def train(folder: Path, arm: str, seed: int, steps: int) -> dict:
     return {**row, "weight": fmean(weights), "rewards": [round(reward, 4) for reward in rewards]}
 
 
+def table(rows: list[dict]) -> str:
+    from tables import markdown
+
+    return markdown(rows, COLUMNS)
+
+
 def main(seeds: tuple[int, ...] = (0, 1), steps: int = STEPS, spread: float = 0.25):
     import quickstart  # noqa: F401
     import torch
     import vllm
-    from tables import markdown
     from trl.generation import vllm_generation
 
     vllm_generation.LLM = functools.cache(vllm.LLM)  # one engine
@@ -100,9 +106,9 @@ def main(seeds: tuple[int, ...] = (0, 1), steps: int = STEPS, spread: float = 0.
         for seed in seeds:
             for arm in ARMS:
                 rows.append(train(folder, arm, seed, steps))
-                print(markdown(rows[-1:], COLUMNS), flush=True)
+                print(table(rows[-1:]), flush=True)
                 RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    print(markdown(rows, COLUMNS))
+    print(table(rows))
 
 
 if __name__ == "__main__":

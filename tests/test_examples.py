@@ -208,7 +208,9 @@ def test_make_installs_what_the_pretrained_model_of_the_quickstart_needs():
 
 
 @pytest.mark.vllm
-def test_the_program_in_the_readme_trains_and_can_be_started_twice(tiny_model_path, shared_engine, tmp_path, monkeypatch):
+def test_the_program_in_the_readme_trains_and_can_be_started_twice(
+    tiny_model_path, shared_engine, tmp_path, monkeypatch
+):
     (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for written, small in (

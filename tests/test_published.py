@@ -34,10 +34,11 @@ def results_of(folder: str) -> Any:
 def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
     columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
-    assert columns.keys() == results.keys()
+    assert columns.keys() | OF_TRL.keys() == results.keys()
     return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()]
 
 
+OF_TRL = {"length": "table", "long_answers": "table"}  # their tables are in `docs/trl.md`
 # `tests/test_arena.py` has those of the arena
 TABLES = {
     "results": of_this_folder,
@@ -55,6 +56,14 @@ def test_tables_are_those_of_the_results(folder):
     text = (path if path.exists() else BENCHMARKS / "README.md").read_text()
     for table in tables:
         assert table + "\n" in text, table
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_tables_of_the_page_about_trl_are_those_of_the_results(name):
+    results = json.loads((BENCHMARKS / f"results/{name}.json").read_text())
+    with benchmarks("") as load:
+        table = getattr(load(name), OF_TRL[name])(results)
+    assert table + "\n" in (ROOT / "docs/trl.md").read_text(), table
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

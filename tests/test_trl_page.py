@@ -7,7 +7,7 @@ import pytest
 import yaml
 from trl import GRPOConfig
 
-from tests.launching import ROOT
+from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.settings.migrate import from_trl
 
@@ -49,3 +49,14 @@ def test_a_correction_that_was_off_stays_off():
     written = re.search(r"`(correction: false)`\), write `(.*?)`", PAGE)
     off = RolloutCorrectionConfig(**from_trl({f"{PREFIX}correction": False}))
     assert off.settings == RolloutCorrectionConfig(**settings_in(f"`{written[2]}`")).settings
+
+
+def test_calculated_weights_are_those_of_the_formula():
+    with benchmarks("") as load:
+        calculated = load("length").calculated
+    rows = re.findall(r"^\| (\d+) \| (0\.\d+) \| (0\.\d+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) > 3
+    for tokens, *weights in rows:
+        assert weights == [f"{calculated(k3, int(tokens)):.2f}" for k3 in (0.0008, 0.002)]
+    readme = (ROOT / "README.md").read_text()
+    assert f"a mean of {calculated(0.0008, 1000):.2f} at 1,000 tokens and {calculated(0.0008, 4000):.2f}" in readme
