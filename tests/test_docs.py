@@ -208,3 +208,18 @@ def test_the_recipe_in_the_readme_is_that_of_the_file(readme):
 
     (shown,) = blocks(readme, "yaml")
     assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/grpo/auto.yaml").read_text())
+
+
+def visible(text: str) -> str:
+    """Text as it is read: without comments, targets of links, and lines of tables."""
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    return re.sub(r"^\|[- |]+\|$", "", text, flags=re.MULTILINE).replace("|", " ")
+
+
+def test_the_manual_is_short():
+    readme = visible((ROOT / "README.md").read_text())
+    assert len(readme.split()) <= 1600
+    assert len(readme.partition("```")[0].split()) < 150  # before the first code
+    pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
+    assert len(pages) <= 14
+    assert sum(len(page.split()) for page in pages) <= 40_000
