@@ -4,9 +4,9 @@ Mean weight of TRL's default correction against the length of completions, with 
     python benchmarks/length.py             # samples, scores, writes `results/length.json`: half an hour of one core
     python benchmarks/length.py --report    # prints the table of `docs/trl.md`, and draws its picture from that file
 
-vLLM writes completions in bfloat16, and the model of `examples/smollm2.py` scores them with the same weights, in float32 and
-in bfloat16. TRL multiplies the ratios of all tokens, and drops a completion whose product is above 3. The first tokens of a
-completion are a completion of that length, because `ignore_eos` keeps the end of an answer from ending it.
+vLLM writes completions in bfloat16, and the model of `examples/smollm2.py` scores them with the same weights in bfloat16.
+TRL multiplies the ratios of all tokens, and drops a completion whose product is above 3. The first tokens of a completion are
+a completion of that length, because `ignore_eos` keeps the end of an answer from ending it.
 """
 
 import json
@@ -29,9 +29,8 @@ BOUND = 3.0  # `vllm_importance_sampling_clip_max`
 SAMPLED = {4096: 12, 1024: 24, 256: 36}  # completions of each length
 LENGTHS = [2**i for i in range(4, 13)]  # from 16 to 4096
 SHOWN = (64, 256, 1024, 4096)  # in the table
-COLORS = {"bfloat16": "#d9730d", "float32": "#2f81f7"}
 COLUMNS = {
-    "tokens": "{tokens}", "trainer": "{trainer}", "completions": "{completions}", "`k3_kl`": "{k3:.4f}",
+    "tokens": "{tokens}", "completions": "{completions}", "`k3_kl`": "{k3:.4f}",
     "TRL's default": "{default:.2f} ± {error:.2f}", "calculated": "{calculated:.2f}", "dropped": "{dropped:.0%}",
     "`token_truncate`": "{token_truncate:.2f}",
 }  # fmt: skip
@@ -62,7 +61,7 @@ def sample(folder: Path) -> list[dict[str, list]]:
     return groups
 
 
-def rows_of(trainer: str, differences: list) -> list[dict]:
+def rows_of(differences: list) -> list[dict]:
     """The mean weight at each length, of log-ratios of completions."""
     import torch
 
@@ -71,7 +70,7 @@ def rows_of(trainer: str, differences: list) -> list[dict]:
         d = torch.stack([row[:tokens] for row in differences if len(row) >= tokens])
         product, k3 = d.sum(1).exp(), float((d.exp() - 1 - d).mean())
         weights = product.masked_fill(product > BOUND, 0)
-        row = {"tokens": tokens, "trainer": trainer, "completions": len(d), "k3": k3}
+        row = {"tokens": tokens, "completions": len(d), "k3": k3}
         row |= {"default": float(weights.mean()), "error": float(weights.std() / len(d) ** 0.5)}
         row |= {"dropped": float((product > BOUND).double().mean()), "calculated": calculated(k3, tokens)}
         rows.append({**row, "token_truncate": float(d.exp().clamp(max=BOUND).mean())})
@@ -84,16 +83,12 @@ def measure():
     import torch
     from smollm2 import make_model
 
-    gap.ROWS, folder, rows = 2, make_model(), []
-    groups = sample(folder)
-    for name in COLORS:
-        differences = []
-        for group in groups:
-            scored = gap.score(gap.Sampler("bfloat16", {}), gap.TRAINERS[name], group, str(folder))["logps"]
-            pairs = zip(scored, group["logps"], strict=True)
-            differences += [(torch.tensor(mine) - torch.tensor(theirs)).double() for mine, theirs in pairs]
-        rows += rows_of(name, differences)
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    gap.ROWS, folder, differences = 2, make_model(), []
+    for group in sample(folder):
+        scored = gap.score(gap.Sampler("bfloat16", {}), gap.TRAINERS["bfloat16"], group, str(folder))["logps"]
+        pairs = zip(scored, group["logps"], strict=True)
+        differences += [(torch.tensor(mine) - torch.tensor(theirs)).double() for mine, theirs in pairs]
+    RESULTS.write_text(json.dumps(rows_of(differences), indent=1) + "\n")
 
 
 def table(rows: list[dict]) -> str:
@@ -107,12 +102,9 @@ def draw(rows: list[dict]):
     grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     rcParams.update({"svg.hashsalt": "length", **dict.fromkeys(grey, "#808080")})
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    for trainer, color in COLORS.items():
-        chosen = [row for row in rows if row["trainer"] == trainer]
-        x, k3 = [row["tokens"] for row in chosen], chosen[-1]["k3"]
-        y, errors = [row["default"] for row in chosen], [row["error"] for row in chosen]
-        axes.errorbar(x, y, errors, fmt="o", color=color, label=f"measured, trainer in {trainer}")
-        axes.plot(x, [calculated(k3, n) for n in x], color=color, label=f"calculated for a k3_kl of {k3:.4f}")
+    x, k3 = [row["tokens"] for row in rows], rows[-1]["k3"]
+    axes.errorbar(x, [row["default"] for row in rows], [row["error"] for row in rows], fmt="o", label="measured")
+    axes.plot(x, [calculated(k3, n) for n in x], label=f"calculated for a k3_kl of {k3:.4f}")
     axes.set(xscale="log", ylim=(0, 1.15), xlabel="tokens of a completion", ylabel="mean weight of TRL's default")
     axes.set_xticks(LENGTHS, LENGTHS, minor=False)
     axes.minorticks_off()
