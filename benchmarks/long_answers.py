@@ -4,7 +4,7 @@ Long answers with a fresh vLLM in bfloat16: is TRL's default correction enough t
     python benchmarks/long_answers.py    # 4 runs, ten minutes of one core; writes `results/long_answers.json`
 
 A small model writes 512 tokens for each prompt. Its reward is the share of digits that are one larger than the digit before.
-The start is a model of random weights, so that nothing has to be taught first. Each run has a seed of its own.
+The start is a model of random weights, so that nothing has to be taught first. All runs have one seed.
 """
 
 import functools
