@@ -45,7 +45,7 @@ def test_the_front_page_is_the_readme_and_a_list_of_all_documents(site):
         ), heading
     for path in (ROOT / "docs").glob("*.md"):
         assert path.stem == "README" or f'href="{path.stem}/"' in page
-    assert 'href="../#configure"' in (site / "asynchronous/index.html").read_text()
+    assert 'href="../#install"' in (site / "tutorial/index.html").read_text()
 
 
 def test_recipes_benchmarks_and_the_chinese_readme_are_pages(site):
