@@ -23,7 +23,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample arena gpu-proof test test-slow lint format docs clean
+.PHONY: setup quickstart sample arena gpu-proof test test-slow lint format tables docs clean
 
 setup: $(STAMP)
 
@@ -101,6 +101,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Parts of the documents that are made of the code
+tables: $(STAMP)
+	$(BIN)/python -m docs.tables
 
 # Into `site/`. Needs neither torch nor vLLM, and has an environment of its own.
 DOCS := $(VENV)-docs

@@ -45,6 +45,9 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     outside = page.file.generated_by is not None
     if here == "README.md":
         markdown = front_page(markdown)
+    if here == "fields.md":  # the docstring of each public name, which the table has in short
+        names = re.findall(r"^\| `(\w+)` \|", markdown.split("## Python")[1], re.MULTILINE)
+        markdown += "".join(f"\n::: trl_rollout_corr.{name}\n" for name in names)
 
     def to_page(match: re.Match) -> str:
         image, text, link, anchor = match.groups()

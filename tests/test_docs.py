@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from docs.tables import made
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
@@ -22,9 +23,15 @@ from trl_rollout_corr.settings.thresholds import is_by_sign
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_parts_that_are_made_of_the_code_are_those_of_the_code(page):
+    text = (ROOT / "docs" / page).read_text()
+    assert text == made(text), "`make tables` writes them"
+
+
 def documented_keys() -> set[str]:
     """Keys in the first column of the tables that list metrics."""
-    text = (ROOT / "docs/metrics.md").read_text()
+    text = (ROOT / "docs/metrics.md").read_text().split("## All metrics")[1]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
 

@@ -26,8 +26,8 @@ def test_every_page_for_readers_is_listed_with_its_question(capsys):
     assert main(["docs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
-    assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README", "api"}
-    assert listed["troubleshooting"] == "What do I do about this symptom or this message?"
+    assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert listed["debugging"] == "What does this alarm, this cause or this symptom mean, and what do I do about it?"
     assert [name for name, question in listed.items() if not question.endswith("?")] == []
 
 
@@ -39,11 +39,11 @@ def test_a_page_reads_well():
 
 
 def test_a_section_ends_where_the_next_begins():
-    text = document("troubleshooting#weights-do-not-arrive")
+    text = document("debugging#weights-do-not-arrive")
     assert text.startswith("### Weights do not arrive\n")
     assert len(re.findall("^#+ ", text, re.MULTILINE)) == 1
-    assert document("troubleshooting.md#the-sampler").count("\n### ") > 5  # a file name will do
-    assert document("docs/troubleshooting.md") == document("troubleshooting")
+    assert document("debugging.md#the-gap").count("\n### ") > 5  # a file name will do
+    assert document("docs/debugging.md") == document("debugging")
 
 
 def test_comments_in_code_are_no_sections():
@@ -55,12 +55,18 @@ def test_comments_in_code_are_no_sections():
 
 
 def test_a_misspelt_name_gets_the_nearest(capsys):
-    assert main(["docs", "troubleshoting"]) == 2
-    assert "Did you mean 'troubleshooting'?" in capsys.readouterr().err
-    assert main(["docs", "troubleshooting#weights-dont-arrive"]) == 2
+    assert main(["docs", "debuging"]) == 2
+    assert "Did you mean 'debugging'?" in capsys.readouterr().err
+    assert main(["docs", "debugging#weights-dont-arrive"]) == 2
     assert "Did you mean 'weights-do-not-arrive'?" in capsys.readouterr().err
-    assert main(["docs", "report#zzz"]) == 2
-    assert "Its sections are report-a-run-on-one-page," in capsys.readouterr().err
+    assert main(["docs", "run#zzz"]) == 2
+    assert "Its sections are look-at-a-run, dump," in capsys.readouterr().err
+
+
+def test_a_word_finds_its_section_first():
+    text = document("k3_uncorrected")
+    assert text.startswith("docs debugging#k3_uncorrected\n\n### `k3_uncorrected`\n\n> ")
+    assert "docs debugging#alarms\n    | [`k3_uncorrected`]" in text
 
 
 def strings(path: Path) -> Iterator[str]:
@@ -129,5 +135,5 @@ def test_documents_are_in_what_is_installed(built, tmp_path, kind):
         ).stdout
 
     assert f"Files: {folder}" in call()
-    assert call("troubleshooting#weights-do-not-arrive") == document("troubleshooting#weights-do-not-arrive")
+    assert call("debugging#weights-do-not-arrive") == document("debugging#weights-do-not-arrive")
     assert len(call().splitlines()) == len(pages()) + 3

@@ -239,8 +239,6 @@ def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_al
 def test_public_names():
     for name in trl_rollout_corr.__all__:
         assert getattr(trl_rollout_corr, name).__doc__
-    listed = re.findall(r"^::: trl_rollout_corr\.(\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(trl_rollout_corr.__all__)
     with pytest.raises(AttributeError, match="no attribute 'RolloutCorrector'"):
         trl_rollout_corr.RolloutCorrector
 

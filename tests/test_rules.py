@@ -597,44 +597,12 @@ def test_an_uncorrected_fall_is_announced(runs):
 # The document ---------------------------------------------------------------------------------------------------------
 
 
-DOCUMENT = (ROOT / "docs/monitoring.md").read_text()
-
-
-def duration(bound) -> str:
-    """Optimizer steps for which a bound must be passed, as the document writes it."""
-    if bound.lasting:
-        return f"{bound.patience} steps in a row"
-    return "1 step" if bound.patience == 1 else f"{bound.patience // 2 + 1} of {bound.patience} steps"
-
-
-def below(heading: str) -> str:
-    """Text of the document below a heading, up to the next one."""
-    return re.split(r"^#+ ", DOCUMENT.split(f"\n{heading}\n")[1], flags=re.MULTILINE)[0]
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_the_document_has_a_row_about_each_alarm(name):
-    bound = BOUNDS[name]
-    table = below("### Critical alarms" if bound.severity == "critical" else "### Warnings")
-    ((fires, how_long),) = re.findall(
-        rf"^\| \[`{name}`\]\(#[\w-]+\) \| (.+?) \| (.+?) \| .+? \|$", table, re.MULTILINE
-    )
-    assert re.search(rf"\b{bound.key}`", fires)
-    assert bound.measure or re.search(
-        rf"\b{'below' if bound.below else 'above'} {re.escape(f'{bound.limit:g}')}\D", fires
-    )
-    assert how_long == duration(bound)
-
-
-def test_the_document_has_no_alarm_that_the_code_has_not():
-    assert set(re.findall(r"^\| \[`(\w+)`\]\(#", DOCUMENT, re.MULTILINE)) == {*BOUNDS}
-
-
-def test_the_document_says_which_alarms_are_silent_while_another_is_raised():
-    rows = re.findall(r"^ {4}\| `(\w+)` \| (`.+`) \|$", below("## Details of the rules"), re.MULTILINE)
-    assert sorted(rows) == sorted(
-        (name, ", ".join(f"`{other}`" for other in bound.covers)) for name, bound in BOUNDS.items() if bound.covers
-    )
+def test_the_document_has_a_row_about_each_alarm():
+    """`test_docs` compares what is in it."""
+    page = (ROOT / "docs/debugging.md").read_text()
+    rows = dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| \w+ \| .* \| (.*) \|$", page, re.MULTILINE))
+    assert rows.keys() == BOUNDS.keys()
+    assert all(rows.values())  # whether it can be ignored is written by hand
 
 
 def test_the_message_about_low_precision_has_the_largest_gap_that_was_measured():

@@ -73,7 +73,7 @@ def test_without_a_repository_such_links_are_text(tmp_path):
 
 
 def test_python_has_every_public_name_and_its_fields(site):
-    text = (site / "api/index.html").read_text()
+    text = (site / "fields/index.html").read_text()
     for name in trl_rollout_corr.__all__:
         assert f'id="trl_rollout_corr.{name}"' in text
     for field in dataclasses.fields(trl_rollout_corr.RolloutCorrectionConfig):

@@ -7,7 +7,7 @@ Command line.
     trl-rollout-corr diagnose outputs/run/dump
     trl-rollout-corr probe Qwen/Qwen3-0.6B --config recipe.yaml
     trl-rollout-corr recipes
-    trl-rollout-corr docs troubleshooting
+    trl-rollout-corr docs debugging
     trl-rollout-corr check run.yaml
 """
 
@@ -116,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         nargs="?",
-        help="a document such as troubleshooting, a section such as troubleshooting#dropout-is-on, or a word",
+        help="a document such as debugging, a section such as debugging#k3_high, or a word",
     )
     command.set_defaults(run=_docs, subject="name")
 

@@ -23,7 +23,7 @@ SHARE = 0.1  # of the trainer's movement, below which a server stands still
 SPARSE = 8  # pushes between looks, at most
 MOST = 8  # completions of the fixed text
 EXTENSION = "trl_rollout_corr.arrival.worker.PackingWorker"
-SEE = "See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
 
 
 def has_extension(config: Any) -> bool:

@@ -152,7 +152,7 @@ class WeightCheck:
                 "Merging an adapter into weights of low precision may round its updates away, and a very small learning rate "
                 "may have no effect. If neither is the case, the wrong weights are sent to the sampler: the last "
                 f"{STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of the trainer "
-                "have changed. See `trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+                "have changed. See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
             )
 
     def _tell(self, missing: list[str], step: int, doubt: str) -> None:
@@ -162,7 +162,7 @@ class WeightCheck:
             f"optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit for "
             f"{len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change `vllm_mode`, "
             "the device or the type of weights; or, if the sampler should have older weights, set `trainer.rollout_step` to "
-            "their optimizer step whenever they are pushed (`trl-rollout-corr docs troubleshooting#weights-do-not-arrive`)."
+            "their optimizer step whenever they are pushed (`trl-rollout-corr docs debugging#weights-do-not-arrive`)."
         )
         self.done = True
         if not doubt:

@@ -1,6 +1,6 @@
 """
 The causes that a diagnosis knows, one record each: the test that finds the cause, the experiments that confirm it, and the
-remedy. `docs/diagnose.md` has them at length.
+remedy. `docs/debugging.md` has them at length.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class Cause(NamedTuple):
     fallback: Test | None = None  # finds it where nothing else explains the gap
 
 
-_HIDES = "Do not correct for it: the importance weights would refer to a policy that no token was sampled from."
+HIDES = "Do not correct for it: the importance weights would refer to a policy that no token was sampled from."
 _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
     "started with `--generation-config vllm`."
@@ -71,13 +71,13 @@ CAUSES: dict[str, Cause] = {
         "log-probabilities that are one token off",
         Test(single_tokens.shift, 0.6, 0.85),
         "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last "
-        f"one. Return one log-probability for each sampled token, in the same order. {_HIDES}",
+        f"one. Return one log-probability for each sampled token, in the same order. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
         "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
-        f"and apply the chat template once. {_HIDES}",
+        f"and apply the chat template once. {HIDES}",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
@@ -100,10 +100,10 @@ CAUSES: dict[str, Cause] = {
         "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
         "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. To check, train "
-        f"with a batch of one, which has no padding. {_HIDES}",
+        f"with a batch of one, which has no padding. {HIDES}",
         {"per_device_train_batch_size": 1},
         "Give the model `position_ids` that count from the first token of the prompt, and the attention mask. "
-        + _HIDES,
+        + HIDES,
         experiments={"batch_of_one": Experiment("the trainer scores one by one, without padding", "trainer", True)},
     ),
     "dropout": Cause(
@@ -121,7 +121,7 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, token by token, as the sampler and the trainer read them: length, special "
         "tokens, images, and the adapter that the request names. Score one of their completions with another engine, and "
-        f"leave the prompts out until the cause is found. {_HIDES}",
+        f"leave the prompts out until the cause is found. {HIDES}",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -144,7 +144,7 @@ CAUSES: dict[str, Cause] = {
         "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
         "keep its cache. "
-        f"{_HIDES}",
+        f"{HIDES}",
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
@@ -152,7 +152,7 @@ CAUSES: dict[str, Cause] = {
         "The curves look like those of staleness, but the sampler still samples from the base model, whatever the announced "
         "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed "
         "last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
-        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_HIDES}",
+        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {HIDES}",
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
@@ -201,10 +201,10 @@ CAUSES: dict[str, Cause] = {
         "another temperature, or log-probabilities before temperature",
         Test(sampling.temperature, 0.4, 0.6),
         "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, and "
-        f"sample with the trainer's `temperature`. {_HIDES}",
+        f"sample with the trainer's `temperature`. {HIDES}",
         {"temperature": 1.0},
         "The sampler divides logits by another temperature: look for one in a `rollout_func`, in `generation_kwargs` and in "
-        f"requests to the server. {_HIDES}",
+        f"requests to the server. {HIDES}",
     ),
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",

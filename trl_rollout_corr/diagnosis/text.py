@@ -42,7 +42,7 @@ def detail(diagnosis: Diagnosis) -> str:
             if diagnosis.in_effect.get("rollout_diagnose")
             else ", and set `rollout_diagnose: true` for more evidence"
         )
-        parts.append(f"See `trl-rollout-corr docs diagnose` for tests that need a model{more}.")
+        parts.append(f"See `trl-rollout-corr docs run#diagnose` for tests that need a model{more}.")
     return " ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Health rules, as data. `docs/monitoring.md` lists them."""
+"""Health rules, as data. `docs/debugging.md` lists them."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
 
     The metrics of a step are examined when the next step ends, or earlier if they are logged. So alarms do not depend on
-    `logging_steps`. `trl-rollout-corr docs monitoring` lists the rules. Each alarm is a message of the logger
+    `logging_steps`. `trl-rollout-corr docs debugging` lists the rules. Each alarm is a message of the logger
     `trl_rollout_corr`: a line with the step, the observation and the bound; the first time also the reason and the advice. It
     is repeated after 10, 20, 40 and so on optimizer steps while it lasts. The same goes to W&B and trackio as an alert, if the
     run reports there. The number of bounds that raised an alarm since the last log is logged as `rollout_corr/monitor/alarms`.
@@ -39,7 +39,7 @@ class RolloutCorrectionMonitor(TrainerCallback):
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
             `"stop"` saves a checkpoint and ends training at a critical alarm, once the reward has fallen: gradually, after a
-            time without a fall that is twice as long, by more than other prompts explain (`trl-rollout-corr docs monitoring`).
+            time without a fall that is twice as long, by more than other prompts explain (`trl-rollout-corr docs debugging`).
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 

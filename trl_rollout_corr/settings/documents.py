@@ -9,7 +9,7 @@ from ..messages import SelfContainedError, nearest
 from .recipes import source
 
 
-_FOR_THE_SITE = {"README", "api"}  # the index, and a list of docstrings
+_PRINTED = 5  # sections with a word, at most, that are printed and not listed
 
 
 def folder() -> Path:
@@ -19,11 +19,11 @@ def folder() -> Path:
 
 def pages() -> dict[str, Path]:
     """Files of the documents, by name."""
-    return {path.stem: path for path in sorted(folder().glob("*.md")) if path.stem not in _FOR_THE_SITE}
+    return {path.stem: path for path in sorted(folder().glob("*.md")) if path.stem != "README"}
 
 
 def document(name: str | None = None) -> str:
-    """Text of a page, or of a section (`page#section`); a list of the sections with another word, or of all pages."""
+    """Text of a page, of a section (`page#section`), or of the sections that contain another word; or a list of all pages."""
     paths = pages()
     if name is None:
         return _list(paths)
@@ -42,20 +42,26 @@ def document(name: str | None = None) -> str:
 
 def _text(path: Path) -> str:
     """Text of a page, without comments."""
-    return re.sub(r"<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"(?<=\n)<!--.*?-->\n+|<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
-    """Names of the sections that contain a word, each with its first line that does."""
+    """The sections that contain a word. Of many, those with the word in their heading, and the first line of each other."""
     found: dict[str, str] = {}
+    named = []
     for page, path in paths.items():
-        text, anchor = _text(path), ""
+        text, section = _text(path), ""
         anchors = {i: anchor for i, anchor, _ in sections(text)}
         for i, line in enumerate(text.splitlines()):
-            anchor = anchors.get(i, anchor)
+            section = f"{page}#{anchors[i]}" if i in anchors else section
             if word.lower() in line.lower():
-                found.setdefault(f"docs {page}#{anchor}", shorten(line, 110, placeholder=" ..."))
-    return "".join(f"{section}\n    {line}\n" for section, line in found.items())
+                found.setdefault(section, shorten(line, 110, placeholder=" ..."))
+                named += [section] if i in anchors else []
+    whole = list(found) if len(found) <= _PRINTED else named[:_PRINTED]
+    texts = [f"docs {section}\n\n{document(section)}\n" for section in whole]
+    return "".join(
+        [*texts, *(f"docs {section}\n    {line}\n" for section, line in found.items() if section not in whole)]
+    )
 
 
 def _list(paths: dict[str, Path]) -> str:

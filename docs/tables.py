@@ -1,0 +1,164 @@
+"""
+Parts of the documents that are made of the code: `make tables` writes them, and a test compares.
+
+A page has such a part between `<!-- made: NAME -->` and `<!-- end -->`, and the function of this name makes it of what stands
+there. In a table, columns that the function does not know are written by hand; in a section, all paragraphs but the first.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import trl_rollout_corr
+from benchmarks.tables import grid
+from trl_rollout_corr.diagnosis.causes import CAUSES, HIDES
+from trl_rollout_corr.dumps.columns import COLUMNS
+from trl_rollout_corr.health.bands import in_words
+from trl_rollout_corr.health.rules import BOUNDS, SILENCED
+from trl_rollout_corr.messages import capitalized, yaml_lines
+from trl_rollout_corr.settings.config import RolloutCorrectionConfig
+from trl_rollout_corr.settings.criteria import CRITERIA
+from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
+
+
+# What depends on the run in the message of an alarm
+IN_SHORT = {
+    "corrects": "the run corrects for it",
+    "uncorrected": "Not every run is harmed by a gap of this size. Otherwise training is biased, and the gap tends to grow.",
+    "corrected": "This may be harmless: a gap of old weights grows at first and shrinks later.",
+    "close": "Find out [where it comes from](#k3_kl-grows).",
+    "closer": "[Make the gap smaller](#make-the-gap-smaller).",
+    "preset": "auto",
+    "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
+    "`env_mask` of your `rollout_func`.",
+}
+
+
+def completed(table: str, cells: Callable[[str], Mapping[str, str]], names: Iterable[str] = ()) -> str:
+    """A table with the cells that are known, by the head of their column, for the first name in a row; and with all names."""
+    head, _, *rows = ([cell.strip() for cell in line[1:-1].split(" | ")] for line in table.strip().splitlines())
+    rows = {re.findall(r"`([^`]+)`", row[0])[0]: row for row in rows}
+    rows = {name: row for name, row in rows.items() if not names or name in names}
+    rows |= {name: [f"`{name}`", *[""] * (len(head) - 1)] for name in names if name not in rows}
+    known = {name: cells(name) for name in rows}
+    return grid(head, ([known[name].get(*cell) for cell in zip(head, rows[name], strict=True)] for name in rows))
+
+
+def sections(inside: str, text: Mapping[str, str]) -> str:
+    """Sections by name, with their first paragraph."""
+    kept = dict(re.findall(r"^### `(\w+)`\n\n.*?\n\n(.*?)(?=^### |\Z)", inside, re.MULTILINE | re.DOTALL))
+    return "\n\n".join(f"### `{name}`\n\n{first}\n\n{kept.get(name, '')}".rstrip() for name, first in text.items())
+
+
+class Unknown:
+    """A number that only a run has."""
+
+    def __format__(self, form: str) -> str:
+        return "..."
+
+
+def alarms(table: str) -> str:
+    def cells(name: str) -> dict[str, str]:
+        bound = BOUNDS[name]
+        metric = f"`{bound.key}`{'*' if bound.measure else ''}"
+        most = "1" if bound.patience == 1 else f"{bound.patience // 2 + 1} of {bound.patience}"
+        return {
+            "alarm": f"[`{name}`](#{name})",
+            "severity": bound.severity,
+            "limit": f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
+            "steps": f"{bound.patience} in a row" if bound.lasting else most,
+        }
+
+    return completed(table, cells, BOUNDS)
+
+
+def alarm_sections(inside: str) -> str:
+    text = {}
+    for bound in BOUNDS.values():
+        first = next(other for other in BOUNDS.values() if (other.why, other.advice) == (bound.why, bound.advice))
+        again = f"For the rest see [`{first.name}`](#{first.name})."
+        rest = f"{bound.why} {bound.advice}" if bound is first else again
+        numbers = {"value": Unknown(), "limit": bound.limit, "side": "below" if bound.below else "above"}
+        quiet = ", ".join(f"`{other}`" for other in BOUNDS if other in SILENCED[bound.name])
+        message = f"{bound.seen} {rest}".format(**numbers, **IN_SHORT)
+        text[bound.name] = f"> {message}{f' Silent beside it: {quiet}.' if quiet else ''}"
+    return sections(inside, text)
+
+
+def cause_sections(inside: str) -> str:
+    text = {}
+    for name, it in CAUSES.items():
+        more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
+        remedy = it.remedy.replace(HIDES, "Do not correct for it.")
+        text[name] = f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}"
+    return sections(inside, text)
+
+
+def metrics(table: str) -> str:
+    def cells(name: str) -> dict[str, str]:
+        raised = [f"[`{bound.name}`](debugging.md#{bound.name})" for bound in BOUNDS.values() if bound.key == name]
+        return {"healthy": in_words(name), "alarms": ", ".join(raised)}
+
+    return completed(table, cells)
+
+
+def fields(table: str) -> str:
+    fields = {field.name: field for field in dataclasses.fields(RolloutCorrectionConfig)}
+    text = RolloutCorrectionConfig.__doc__ or ""
+    types = dict(re.findall(r"^ +(\w+) \((.*?)(?:, \*optional\*.*)?\):$", text, re.MULTILINE))
+
+    def cells(name: str) -> dict[str, str]:
+        default = f"`{settings_of(DEFAULT)[name]}` by the preset" if name in UNSET else f"`{fields[name].default}`"
+        return {
+            "type": types[name],
+            "default": default,
+            "what it does": fields[name].metadata["help"].replace("%%", "%"),
+        }
+
+    return completed(table, cells)
+
+
+def criteria(table: str) -> str:
+    def cells(number: str) -> dict[str, str]:
+        found = [name for name in CRITERIA if re.fullmatch(rf"[a-z]+(_(sum|mean|max))?_{number}", name)]
+        return {"criteria": ", ".join(f"`{name}`" for name in found)}
+
+    return completed(table, cells)
+
+
+def names(table: str) -> str:
+    def cells(name: str) -> dict[str, str]:
+        first = " ".join((inspect.getdoc(getattr(trl_rollout_corr, name)) or "").split("\n\n")[0].split())
+        return {"what it is": re.sub(r"\[`~?(?:[\w.]+\.)?(\w+)`\]", r"`\1`", first)}
+
+    return completed(table, cells, trl_rollout_corr.__all__)
+
+
+def dump(table: str) -> str:
+    columns = {column.name: column for column in COLUMNS}
+
+    def cells(name: str) -> dict[str, str]:
+        it = columns[name]
+        return {"type": f"{it.type}{' for each token' if it.per_token else ''}{', or null' if it.null else ''}"}
+
+    return completed(table, cells, columns)
+
+
+def made(page: str) -> str:
+    """A page with its parts as the code has them."""
+    parts = {
+        it.__name__: it for it in (alarms, alarm_sections, cause_sections, metrics, fields, criteria, names, dump)
+    }
+    return re.sub(
+        r"(<!-- made: (\w+) -->\n)(.*?)(<!-- end -->)",
+        lambda match: f"{match[1]}\n{parts[match[2]](match[3])}\n\n{match[4]}",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":
+    for path in Path(__file__).parent.glob("*.md"):
+        path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
