@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
@@ -46,22 +47,20 @@ def _text(path: Path) -> str:
 
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
-    """The sections that contain a word. Of many, those with the word in their heading, and the first line of each other."""
-    found: dict[str, str] = {}
-    named = []
+    """The sections with a word in their heading, or all with the word if they are few; and the first line of each other."""
+    found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and those with the word
     for page, path in paths.items():
-        text, section = _text(path), ""
-        anchors = {i: anchor for i, anchor, _ in sections(text)}
-        for i, line in enumerate(text.splitlines()):
-            section = f"{page}#{anchors[i]}" if i in anchors else section
-            if word.lower() in line.lower():
-                found.setdefault(section, shorten(line, 110, placeholder=" ..."))
-                named += [section] if i in anchors else []
-    whole = list(found) if len(found) <= _PRINTED else named[:_PRINTED]
-    texts = [f"docs {section}\n\n{document(section)}\n" for section in whole]
-    return "".join(
-        [*texts, *(f"docs {section}\n    {line}\n" for section, line in found.items() if section not in whole)]
-    )
+        lines = _text(path).splitlines()
+        for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(lines)), (len(lines), "", 0)]):
+            if hits := [line for line in lines[first:last] if word.lower() in line.lower()]:
+                found[f"docs {page}#{anchor}"] = lines[first:last], hits
+    whole = [name for name, (lines, hits) in found.items() if lines[0] == hits[0]] or list(found)
+    whole = whole if len(whole) <= _PRINTED else []
+    texts = ["\n".join([name, "", *found[name][0]]).rstrip() + "\n\n" for name in whole]
+    rest = [
+        f"{name}\n    {shorten(found[name][1][0], 110, placeholder=' ...')}\n" for name in found if name not in whole
+    ]
+    return "".join([*texts, *rest])
 
 
 def _list(paths: dict[str, Path]) -> str:
