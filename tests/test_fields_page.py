@@ -76,4 +76,4 @@ def test_values_are_taken_and_others_refused(name):
 
 def test_every_criterion_is_listed():
     table = PAGE.split("### Names of criteria")[1].split("## ")[0]
-    assert set(re.findall(r"`(\w+_(?:k\d|tv|\w*kl))`", table)) == set(CRITERIA)
+    assert set(re.findall(r"`((?:token|turn|seq)_\w+)`", table)) == set(CRITERIA)
