@@ -212,7 +212,7 @@ def percentile(values, percent):
     return sorted(values)[max(math.ceil(len(values) * percent / 100 - 1e-6), 1) - 1]
 
 
-# Closed forms of `docs/theory.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`
+# Closed forms of `docs/method.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`
 _normal = statistics.NormalDist()
 
 

@@ -618,7 +618,7 @@ def test_a_dump_that_gets_no_sequence_is_named(make, tmp_path):
         make(rollout_dump_dir=str(tmp_path / "none"), rollout_dump_sampled=0, rollout_dump_worst=0)
 
 
-# Batches of verl, as in `docs/migration.md` ----------------------------------------------------------------------------------
+# Batches of verl, as in `docs/verl.md` ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -656,7 +656,7 @@ def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(shifted, tmp
             batch["token_level_scores"][i, n - 1] = row["reward"]
         torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs/migration.md").read_text().split("## Dumps of verl")[1]
+    text = (ROOT / "docs/verl.md").read_text().split("## Dumps of verl")[1]
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
     made = read_dump(tmp_path / "dump").rows
     names = ("step", "prompt_ids", "token_ids", "mask", "reward")

@@ -275,7 +275,7 @@ def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, 
 @pytest.mark.vllm
 def test_two_processes_on_a_cpu(tiny_model_path, questions, tmp_path):
     """Each process writes a dump of its own."""
-    (command,) = re.findall(r"^(torchrun .*)$", (ROOT / "docs/distributed.md").read_text(), re.MULTILINE)
+    (command,) = re.findall(r"^(torchrun .*)$", (ROOT / "docs/setups.md").read_text(), re.MULTILINE)
     words = [str(Path(sys.executable).with_name("torchrun")), "--master_port", str(free_port()), *command.split()[1:]]
     options = [*small(tiny_model_path, questions, tmp_path), "--vllm_max_model_length", "256"]
     process = run(*words, *options, "--rollout_dump_dir", str(tmp_path / "dump"), **UNCOMPILED)

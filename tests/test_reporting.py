@@ -77,7 +77,7 @@ def test_json(train):
     json.dumps([*training, evaluation], allow_nan=False)
 
 
-# Metrics that verl's documents name, under the names of `docs/migration.md`
+# Metrics that verl's documents name, under the names of `docs/verl.md`
 OF_VERL = {
     *("training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff", "kl", "k3_kl", "chi2_token", "chi2_seq"),
     *("rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min", "rollout_is_eff_sample_size"),

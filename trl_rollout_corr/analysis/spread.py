@@ -2,7 +2,7 @@
 The spread of the log-ratio, and the bounds that fit it.
 
 Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1
-(`docs/theory.md`).
+(`docs/method.md`).
 """
 
 import math
