@@ -113,7 +113,7 @@ def test_the_table_of_presets_is_that_of_the_code():
 
 
 def test_the_examples_of_auto_are_what_it_computes():
-    section = (ROOT / "docs/method.md").read_text().split("## What `auto` does to each token")[1].split("\n## ")[0]
+    section = (ROOT / "docs/method.md").read_text().split("\n## `auto`\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1:6] for line in section.splitlines() if re.match(r"\| (posi|nega)tive", line)]
     assert len(rows) > 5
     for sign, sampler, trainer, ratio, factor in rows:
