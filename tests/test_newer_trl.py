@@ -154,9 +154,7 @@ def test_unsloth_is_named(monkeypatch, capsys):
 
 def test_the_installed_trl_passes_the_check(capsys):
     assert main(["check"]) == 0
-    printed = capsys.readouterr().out
-    assert "can be corrected" in printed
-    assert all(f"{owner.__name__} " in printed for owner in trl_interface.METHODS)
+    assert "can be corrected" in capsys.readouterr().out
 
 
 # What it corrects itself ----------------------------------------------------------------------------------------------
