@@ -56,6 +56,10 @@ TEMPERATURE = 0.7  # that the trainer knows of, where log-probabilities are raw
 STRENGTHS = {"top_p": (0.9, 0.8, 0.7, 0.5), "top_k": (10, 5, 3, 2), "min_p": (0.05, 0.1, 0.2, 0.4)}
 
 
+# Faults that change rows
+OF_ROWS = [name for name, fault in faults.FAULTS.items() if fault.rows]
+
+
 class Maker:
     """Makes the dumps of one shape and some seeds: each goes to `output/shape/fault/seed`."""
 
@@ -80,8 +84,17 @@ class Maker:
             again = self.again(model, samples, temperature=temperature, **how.scoring)
         self.write(fault, seed, samples, scored, again, ages=ages_of(seed), change=how.rows)
 
+    def rewriting(self, names: list[str], seed: int, samples: list[Sample], dtype: str):
+        """Faults that change rows of what a right trainer has scored."""
+        model = self.models[dtype]
+        scored, again = score_steps(model, samples), self.again(model, samples)
+        for name in names:
+            change = faults.FAULTS[name].rows
+            self.write(name, seed, samples, scored, again, ages=ages_of(seed), change=change)
+
     def write(self, fault: str, seed: int, samples: list[Sample], scored: Scores, again: Again, **more: Any):
-        write(self.output / fault / str(seed), samples, scored, again, about=about_of(seed, fault), **more)
+        about, by_length = about_of(seed, fault), seed % 7 < 3
+        write(self.output / fault / str(seed), samples, scored, again, about=about, by_length=by_length, **more)
 
     def again(self, model: Any, samples: list[Sample], **how: Any) -> Again:
         """Some sequences scored alone, those that `rollout_diagnose` takes: of the first step."""
@@ -101,14 +114,8 @@ class Maker:
             if dtype == "float32":
                 self.make("bf16_head", seed, samples, dtype)
             if seed in mine:
-                for fault in (
-                    "one_token_shift",
-                    "eos",
-                    "dropout",
-                    "padding",
-                    "nan_rows",
-                    ("bos", "template")[seed // 2 % 2],
-                ):
+                self.rewriting([name for name in OF_ROWS if name != "bos" or seed // 2 % 2 == 0], seed, samples, dtype)
+                for fault in ("dropout", "padding", *["template"] * (seed // 2 % 2), "chat_template", "two_tokenizers"):
                     self.make(fault, seed, samples, dtype)
                 turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(samples)]
                 self.make("seams", seed, turns, dtype)
@@ -118,27 +125,34 @@ class Maker:
         for family in (
             ("cold_sampler", "hot_sampler"),
             ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+            ("first_candidate",),
+            ("logit_bias",),
         ):
             chosen = {seed: family[seed // 2 % len(family)] for seed in mine}
             drawn = sample(llm, mine, {seed: dict(faults.FAULTS[name].sampling) for seed, name in chosen.items()})
             for seed, samples in drawn.items():
                 self.make(chosen[seed], seed, samples, dtype)
         self.truncating(llm, mine, dtype)
-        for k, fault in enumerate(("int8_weights", "fp8_weights", "int4_weights")):
-            chosen_seeds = [seed for seed in mine if seed // 2 % 3 == k]
+        cold = sample(llm, mine, dict.fromkeys(mine, {"temperature": 0.7}))
+        for seed, samples in sample(llm, mine, {}).items():
+            mixed = [cold[seed][i] if i % 4 == 1 else s for i, s in enumerate(samples)]
+            self.make("some_temperatures", seed, mixed, dtype)
+        for k, fault in enumerate(("int8_weights", "fp8_weights", "int4_weights", "noisy_weights")):
+            chosen_seeds = [seed for seed in mine if seed // 2 % 3 == k or k == 3]
             if chosen_seeds:
                 with faults.sampling_from(llm, self.weights.items(), faults.FAULTS[fault]):
                     drawn = sample(llm, chosen_seeds, {})
                 for seed, samples in drawn.items():
                     self.make(fault, seed, samples, dtype)
-        for make in (moving.some_prompts, moving.standing_still, moving.collapsing):
+        for make in (moving.some_prompts, moving.standing_still, moving.adapter_twice, moving.collapsing):
             make(self, llm, mine, dtype)
         stop(llm)
-        name = "fp8_cache"
-        llm = start(self.folder, dtype, **faults.FAULTS[name].engine)
-        for seed, samples in sample(llm, mine, {}).items():
-            self.make(name, seed, samples, dtype)
-        stop(llm)
+        # vLLM quantises models in 16 bits only
+        for name in ("fp8_cache", "positions", *["fp8_engine"] * (dtype == "bfloat16")):
+            llm = start(self.folder, dtype, **faults.FAULTS[name].engine)
+            for seed, samples in sample(llm, self.seeds if name == "fp8_engine" else mine, {}).items():
+                self.make(name, seed, samples, dtype)
+            stop(llm)
         name = "raw_logprobs"
         llm = start(self.folder, dtype, **faults.FAULTS[name].engine)
         for seed, samples in sample(llm, mine[::2], dict.fromkeys(mine, faults.FAULTS[name].sampling)).items():

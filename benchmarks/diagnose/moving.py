@@ -1,13 +1,13 @@
 """
-Faults that need samples of their own: some prompts that come again and again, an engine that changes by itself, and the
-middle of a run that collapses.
+Faults that need samples of their own: some prompts that come again and again, an engine that changes by itself, an adapter
+that counts twice, and the middle of a run that collapses.
 """
 
 import random
 from typing import Any
 
 import torch
-from faults.models import push
+from faults.models import merged, push
 from policies import VOCABULARY, updated
 from sampling import ROWS, STEPS, Sample, Weights, requests, sample, score_steps, with_weights
 
@@ -81,6 +81,34 @@ def _noisy(weights: Weights, size: float, only: tuple[str, ...]) -> Weights:
         chosen = any(part in name for part in only) if only else layer
         noisy[name] = weight + noise * (3 if only else 1) if chosen else weight
     return noisy
+
+
+# An adapter that counts twice -----------------------------------------------------------------------------------------------
+
+
+def adapter_twice(maker: Any, llm: Any, seeds: list[int], dtype: str):
+    """An adapter grows from step to step, or is as large from the first step on; the sampler has it twice."""
+    change = merged(rank=4, size=1.0, seed=len(dtype))
+    whole = {name: change(name, weight)[0] - weight for name, weight in maker.weights.items()}
+    model = maker.models[dtype]
+    for grows in (True, False):
+        mine = {seed: 0 for seed in seeds if seed // 2 % 2 == grows}
+        drawn: dict[int, list[Sample]] = {seed: [] for seed in mine}
+        scores: dict[int, tuple[list, list]] = {seed: ([], []) for seed in mine}
+        again: dict[int, dict[int, list[float]]] = {}
+        for step in range(STEPS):
+            size = 0.05 * (step / (STEPS - 1) if grows else 1)
+            push(llm, [(name, weight + 2 * size * whole[name]) for name, weight in maker.weights.items()])
+            with_weights(model, {name: weight + size * whole[name] for name, weight in maker.weights.items()})
+            for seed in _sample_a_step(llm, drawn, mine, step):
+                for part, new in zip(scores[seed], score_steps(model, drawn[seed][-ROWS:]), strict=True):
+                    part += new
+                if step == 0:
+                    again[seed] = maker.again(model, drawn[seed])
+        for seed in mine:
+            maker.write("adapter_twice", seed, drawn[seed], scores[seed], again[seed], rate=1e-5)
+    with_weights(model, maker.weights)
+    push(llm, list(maker.weights.items()))
 
 
 # A collapse ---------------------------------------------------------------------------------------------------------------

@@ -68,15 +68,14 @@ def sample(
     for seed in seeds:
         for prompt, length in zip(*ask(seed), strict=True):
             prompts.append({"prompt_token_ids": prompt})
-            fields = {"temperature": 1.0, **sampling.get(seed, {})}
-            params.append(
-                SamplingParams(max_tokens=length, logprobs=0, detokenize=False, stop_token_ids=[EOS], **fields)
-            )
+            fields = {"temperature": 1.0, "logprobs": 0, **sampling.get(seed, {})}
+            params.append(SamplingParams(max_tokens=length, detokenize=False, stop_token_ids=[EOS], **fields))
             owners.append(seed)
     samples: dict[int, list[Sample]] = {seed: [] for seed in seeds}
     for seed, prompt, out in zip(owners, prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         tokens = list(out.outputs[0].token_ids)
-        logps = [entry[token].logprob for token, entry in zip(tokens, out.outputs[0].logprobs, strict=True)]
+        # of the first candidate, which is the sampled token where no others were asked for
+        logps = [max(candidate.logprob for candidate in entry.values()) for entry in out.outputs[0].logprobs]
         # every other seed has turns
         mask = mask_of(tokens, len(samples[seed])) if seed % 4 >= 2 else [True] * len(tokens)
         samples[seed].append(Sample(prompt["prompt_token_ids"], tokens, logps, mask))
@@ -103,17 +102,21 @@ def score(
     temperature: float = 1.0,
     attend_padding: bool = False,
     drop_prompt: int = 0,
+    prepend: int = 0,
     retokenize: bool = False,
+    other_ids: int = 0,
 ) -> Scores:
     """Log-probabilities of the trainer, and the padding before each prompt. Prompts are padded on the left, as in TRL."""
-    prompts = [s.prompt[: len(s.prompt) - drop_prompt] for s in samples]
+    prompts = [[*range(7, 7 + 9 * prepend, 9), *s.prompt[: len(s.prompt) - drop_prompt]] for s in samples]
     width, length = max(map(len, prompts)), max(len(s.completion) for s in samples)
     ids = torch.zeros(len(samples), width + length, dtype=torch.long)
     attention = torch.zeros_like(ids)
     padding = [width - len(prompt) for prompt in prompts]
     for row, (prompt, s) in enumerate(zip(prompts, samples, strict=True)):
         ids[row, padding[row] : width] = torch.tensor(prompt)
-        ids[row, width : width + len(s.completion)] = torch.tensor(s.completion)
+        ids[row, width : width + len(s.completion)] = torch.tensor(
+            [t + 1 if other_ids and t % other_ids == 3 else t for t in s.completion]
+        )
         attention[row, 0 if attend_padding else padding[row] : width + len(s.completion)] = 1
     read = ids.clone()
     if retokenize:
@@ -166,13 +169,19 @@ def write(
     change: Any = None,
     rate: float | None = None,
     before: int = 0,
+    by_length: bool = False,
 ):
-    """Write a dump that begins after `before` optimizer steps, with a learning rate in the log, if there is one."""
+    """
+    Write a dump that begins after `before` optimizer steps, with a learning rate in the log, if there is one. The rewards mean
+    nothing, unless they are `by_length`.
+    """
     logps, padding = scored
     for step in range(STEPS):
         rows = []
+        usual = sorted(len(s.completion) for s in samples[step * ROWS : step * ROWS + ROWS])[ROWS // 2]
         for i in range(step * ROWS, step * ROWS + ROWS):
             s, n = samples[i], len(samples[i].completion)
+            good = n >= usual if by_length else i % 2
             row = {
                 "step": before + step + 1,
                 "rank": 0,
@@ -188,8 +197,8 @@ def write(
                 "weights": None,
                 "keep": [True] * n,
                 "coefficients": [1.0] * n,
-                "reward": float(i % 2),
-                "advantage": float(i % 2 * 2 - 1),
+                "reward": float(good),
+                "advantage": float(good * 2 - 1),
                 "staleness": ages[i] if ages else 0,
                 "prompt_ids": s.prompt,
                 "padding": padding[i],
@@ -206,8 +215,9 @@ def about_of(seed: int, fault: str = "") -> dict[str, str]:
     """Metadata of a run: an adapter, which has nothing to do with most faults, and how the engine caches."""
     served = {"pushed": "adapter"} if fault in ADAPTERS else {}
     adapter = {"adapter": "LORA"} if seed % 3 == 0 or fault == "lora_merge" or served else {"adapter": "none"}
-    cache = faults.FAULTS[fault].engine.get("kv_cache_dtype", "auto") if fault else "auto"
-    return {**adapter, **served, "kv_cache_dtype": cache}
+    engine = faults.FAULTS[fault].engine if fault else {}
+    named = {"quantization": engine["quantization"]} if "quantization" in engine else {}
+    return {**adapter, **served, **named, "kv_cache_dtype": engine.get("kv_cache_dtype", "auto")}
 
 
 def ages_of(seed: int) -> list[int]:

@@ -75,6 +75,31 @@ FAULTS: dict[str, Fault] = {
     "dropout": Fault("dropout", "the trainer scores with dropout", trainer=models.dropout(0.1)),
     "padding": Fault("padding", "the trainer attends to padding", scoring={"attend_padding": True}),
     "nan_rows": Fault("nan_rows", "whole rows of logits are NaN", rows=rows.nan_rows),
+    "zeros": Fault("not_sampled", "all log-probabilities are 0", rows=rows.zeros),
+    "some_zeros": Fault("not_sampled", "those of some completions are 0", rows=rows.some_zeros),
+    "zeros_inside": Fault("not_sampled", "those of a tool's answer are 0, and it counts", rows=rows.zeros_inside),
+    "zeros_at_the_end": Fault("not_sampled", "those of the last tokens are 0", rows=rows.zeros_at_the_end),
+    "mean_of_all": Fault("not_sampled", "each is the mean of its completion", rows=rows.mean_of_all),
+    "backwards": Fault("not_sampled", "they are in another order than the tokens", rows=rows.backwards),
+    "first_candidate": Fault("not_sampled", "they are those of the likeliest token", sampling={"logprobs": 1}),
+    "fp8_engine": Fault(
+        "quantised", "vLLM quantises the weights to 8 bits, and says so", engine={"quantization": "fp8_per_channel"}
+    ),
+    # Faults that no cause covers
+    "adapter_twice": Fault("unknown", "an adapter that grows counts twice in the sampler", drifts="twice"),
+    "chat_template": Fault("unknown", "the trainer's prompt begins with another template", scoring={"prepend": 6}),
+    "two_tokenizers": Fault("unknown", "the trainer has other ids for a tenth of the tokens", scoring={"other_ids": 10}),
+    "noisy_weights": Fault("unknown", "the sampler's weights have noise of 2 %", weights=models.noisy),
+    "some_temperatures": Fault("unknown", "a request in four has a temperature of 0.7", drifts="request"),
+    "float16_logprobs": Fault("unknown", "log-probabilities were sent as float16", rows=rows.in_float16),
+    "positions": Fault(
+        "unknown",
+        "the sampler turns positions by other angles",
+        engine={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}},
+    ),
+    "logit_bias": Fault(
+        "unknown", "the sampler prefers some tokens", sampling={"logit_bias": {t: 1.5 for t in range(2, 320, 16)}}
+    ),
 }
 
 

@@ -43,6 +43,14 @@ def fp8(name: str, weight: torch.Tensor) -> torch.Tensor:
     return ((weight / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale).to(weight.dtype)
 
 
+def noisy(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Noise of two percent of the size of a weight."""
+    if not _is_matrix(name, weight):
+        return weight
+    dice = torch.Generator().manual_seed(sum(map(ord, name)))
+    return weight + 0.02 * weight.float().std() * torch.randn(weight.shape, generator=dice)
+
+
 def _on_grid(weight: torch.Tensor, levels: int) -> torch.Tensor:
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
     return (weight / scale).round() * scale

@@ -4,6 +4,7 @@ completion, log-probabilities are in nats.
 """
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,3 +38,47 @@ def nan_rows(row: Row) -> dict[str, Any]:
         **row,
         "rollout_logps": [math.nan if broken and i >= n // 2 else x for i, x in enumerate(row["rollout_logps"])],
     }
+
+
+# Values that are not the log-probabilities of the sampled tokens ----------------------------------------------------------
+
+
+def zeros(row: Row) -> dict[str, Any]:
+    """Nobody asked for log-probabilities, and all of them were filled with 0."""
+    return {**row, "rollout_logps": [0.0] * len(row["rollout_logps"])}
+
+
+def some_zeros(row: Row) -> dict[str, Any]:
+    """A request in four came back without log-probabilities."""
+    return zeros(row) if sum(row["token_ids"]) % 4 == 0 else dict(row)
+
+
+def zeros_inside(row: Row) -> dict[str, Any]:
+    """The answer of a tool, which nobody sampled, has fillers and counts for the loss."""
+    n = len(row["rollout_logps"])
+    return {**row, "rollout_logps": [0.0 if n // 3 <= i < n // 3 + 6 else x for i, x in enumerate(row["rollout_logps"])]}
+
+
+def zeros_at_the_end(row: Row) -> dict[str, Any]:
+    """The list was too short, and the rest was filled."""
+    n = len(row["rollout_logps"])
+    return {**row, "rollout_logps": [0.0 if i >= n - n // 4 - 1 else x for i, x in enumerate(row["rollout_logps"])]}
+
+
+def mean_of_all(row: Row) -> dict[str, Any]:
+    """Each token has the mean of its completion."""
+    logps = row["rollout_logps"]
+    return {**row, "rollout_logps": [sum(logps) / max(len(logps), 1)] * len(logps)}
+
+
+def backwards(row: Row) -> dict[str, Any]:
+    """The values are in another order than the tokens."""
+    return {**row, "rollout_logps": row["rollout_logps"][::-1]}
+
+
+# A fault that no cause covers ---------------------------------------------------------------------------------------------
+
+
+def in_float16(row: Row) -> dict[str, Any]:
+    """Log-probabilities that were sent as float16."""
+    return {**row, "rollout_logps": [struct.unpack("e", struct.pack("e", x))[0] for x in row["rollout_logps"]]}
