@@ -93,7 +93,8 @@ class Maker:
             self.write(name, seed, samples, scored, again, ages=ages_of(seed), change=change)
 
     def write(self, fault: str, seed: int, samples: list[Sample], scored: Scores, again: Again, **more: Any):
-        about, by_length = about_of(seed, fault), seed % 7 < 3
+        about = {**about_of(seed, fault), "experts": "routed" if "moe" in self.shape else "none"}
+        by_length = seed % 7 < 3
         write(self.output / fault / str(seed), samples, scored, again, about=about, by_length=by_length, **more)
 
     def again(self, model: Any, samples: list[Sample], **how: Any) -> Again:
@@ -115,7 +116,13 @@ class Maker:
                 self.make("bf16_head", seed, samples, dtype)
             if seed in mine:
                 self.rewriting([name for name in OF_ROWS if name != "bos" or seed // 2 % 2 == 0], seed, samples, dtype)
-                for fault in ("dropout", "padding", *["template"] * (seed // 2 % 2), "chat_template", "two_tokenizers"):
+                for fault in (
+                    "dropout",
+                    "padding",
+                    *["template"] * (seed // 2 % 2),
+                    "chat_template",
+                    "two_tokenizers",
+                ):
                     self.make(fault, seed, samples, dtype)
                 turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(samples)]
                 self.make("seams", seed, turns, dtype)
@@ -133,7 +140,7 @@ class Maker:
             for seed, samples in drawn.items():
                 self.make(chosen[seed], seed, samples, dtype)
         self.truncating(llm, mine, dtype)
-        cold = sample(llm, mine, dict.fromkeys(mine, {"temperature": 0.7}))
+        cold = sample(llm, mine, {seed: {"temperature": TEMPERATURE} for seed in mine})
         for seed, samples in sample(llm, mine, {}).items():
             mixed = [cold[seed][i] if i % 4 == 1 else s for i, s in enumerate(samples)]
             self.make("some_temperatures", seed, mixed, dtype)

@@ -214,7 +214,8 @@ def write(
 def about_of(seed: int, fault: str = "") -> dict[str, str]:
     """Metadata of a run: an adapter, which has nothing to do with most faults, and how the engine caches."""
     served = {"pushed": "adapter"} if fault in ADAPTERS else {}
-    adapter = {"adapter": "LORA"} if seed % 3 == 0 or fault == "lora_merge" or served else {"adapter": "none"}
+    has_one = fault in ("lora_merge", "adapter_twice") or served
+    adapter = {"adapter": "LORA"} if seed % 3 == 0 or has_one else {"adapter": "none"}
     engine = faults.FAULTS[fault].engine if fault else {}
     named = {"quantization": engine["quantization"]} if "quantization" in engine else {}
     return {**adapter, **served, **named, "kv_cache_dtype": engine.get("kv_cache_dtype", "auto")}

@@ -13,7 +13,10 @@ import numpy as np
 
 from ..dumps.files import read_logs
 from ..dumps.reading import Dump, open_dump
+from ..health.examine import examine
+from ..health.windows import is_training_window
 from ..messages import warn
+from ..settings.files import settings_of_run
 from .observed import DumpedTokens
 from .ranking import Diagnosis, Finding, diagnose
 from .text import write_json, write_text
@@ -32,9 +35,10 @@ def read_tokens(path: str | Path) -> DumpedTokens:
 
 def observe_dump(dump: Dump) -> DumpedTokens:
     """The tokens of a dump that is read already, as [`read_tokens`] returns them."""
-    return DumpedTokens(
-        dump.sequences, dump.settings, dump.about, _movement(read_logs(dump.path), dump.sequences.step)
-    )
+    logs, settings = read_logs(dump.path), settings_of_run(dump.settings)
+    alarms = examine(logs, settings, num_iterations=dump.settings.get("num_iterations") or 1)
+    quiet, movement = any(map(is_training_window, logs)) and not alarms, _movement(logs, dump.sequences.step)
+    return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet)
 
 
 def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:

@@ -73,6 +73,13 @@ CAUSES: dict[str, Cause] = {
         "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last "
         f"one. Return one log-probability for each sampled token, in the same order. {HIDES}",
     ),
+    "not_sampled": Cause(
+        "values that are not log-probabilities of the sampled tokens",
+        Test(single_tokens.not_sampled, 0.3, 0.6),
+        "A `rollout_func` or environment fills in values, or returns those of the likeliest token or of another order. Return "
+        "the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody sampled: a tool's "
+        f"answer, or tokens that a grammar forces. {_HIDES}",
+    ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
@@ -128,7 +135,7 @@ CAUSES: dict[str, Cause] = {
         Test(drift.stale, 0.4, 0.6),
         "Sample with newer weights: push them after fewer steps, or make the queue shorter.",
         correction="any",
-        fallback=Test(drift.old_throughout, 0.9, 1.5),  # at most possible: its statistic is at most 1
+        fallback=Test(drift.old_throughout, 0.9, 0.99),
     ),
     "own_updates": Cause(
         "the policy's own updates",
@@ -226,12 +233,16 @@ CAUSES: dict[str, Cause] = {
         correction="any",
         experiments={
             "cache_of_the_model": Experiment(
-                "keys and values are cached in the type of the model",
-                "engine",
-                True,
-                {"kv_cache_dtype": "auto"},
+                "keys and values are cached in the type of the model", "engine", True, {"kv_cache_dtype": "auto"}
             )
         },
+    ),
+    "quantised": Cause(
+        "a quantised sampler",
+        Test(precision.quantised, 0.0, 1.0),
+        "Correct for it: the price of faster sampling. A `k3_kl` of about 0.001 is normal for 8 bits, and grows with fewer "
+        "bits. Keep head, embeddings and the key-value cache in 16 bits.",
+        correction="any",
     ),
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed ones",

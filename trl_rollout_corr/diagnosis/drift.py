@@ -3,17 +3,7 @@
 import numpy as np
 
 from ..settings.files import settings_of_run
-from .evidence import (
-    FLOOR,
-    Evidence,
-    bounded,
-    mean,
-    pearson,
-    ranks_of,
-    rms,
-    spearman,
-    usual_size,
-)
+from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, pearson, ranks_of, rms, spearman, usual_size
 from .observed import DumpedTokens
 
 
@@ -30,9 +20,7 @@ _STILL = 1e-7
 def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
     """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
     here = o.core
-    squares = o.of_rows(
-        np.square(o.d) * here
-    )  # few tokens are not in the core, about the same number in each sequence
+    squares = o.of_rows(np.square(o.d) * here)  # each sequence has about the same number of tokens outside the core
     # relative to equally likely tokens, so that unlikely tokens count no more
     typical = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, here), 1e-12) * here)
     finite = np.isfinite(x) & np.isfinite(squares)
@@ -67,24 +55,22 @@ def stale(o: DumpedTokens) -> Evidence | None:
     if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
         return None  # the ages of samples that all come from the base model mean nothing
     ages = np.unique(o.staleness[np.isfinite(o.staleness)])
-    if len(ages) < 2:
-        return _of_one_age(o, float(ages[0]) if len(ages) else 0.0)
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
-    return growing(o, o.staleness, sentence)
+    one_age = len(ages) < 2
+    evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
+    return evidence and evidence._replace(numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))})
 
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
-    Test for stale samples that all have the same age, or whose age is unknown. Since sampling, the trainer has moved toward
-    rewarded completions, so the gap correlates with the advantage. The gap is near 0 in the first step and does not grow for
-    ever; if weights were never pushed, it would.
+    Test for stale samples of one age, or of an unknown one: the trainer has moved toward rewarded completions since. The gap
+    is near 0 in the first step, and does not grow for ever, as of weights that are never pushed.
     """
-    if _as_small_as_rounding(o):
+    if _as_small_as_rounding(o) or complete_at_once(o):
         return None
-    later = o.step > o.step.min()
-    onset = growing(o, later.astype(float), "")
+    onset = _onset(o)
     if onset is not None:
-        rest = growing(o, np.where(later, o.step, np.nan), "")
+        rest = growing(o, np.where(o.step > o.step.min(), o.step, np.nan), "")
         onset = onset._replace(statistic=onset.statistic - max(rest.statistic if rest else 0.0, 0.0))
     rewarded = with_advantage(o)
     begun = max(onset.statistic, 0.0) if onset is not None and o.step.min() <= 1 else 0.0
@@ -98,7 +84,18 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     else:
         sentence += "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`"
     share = onset.share if onset is not None and begun else 1.0
-    return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence)
+    # without the first step, any fault looks the same where it depends on what the rewards depend on, such as the length
+    most = 0.99 if begun else POSSIBLE
+    return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
+
+
+def complete_at_once(o: DumpedTokens) -> bool:
+    """True if the gap has its whole size in the first step of a run, where the sampler has the trainer's weights."""
+    return o.step.min() <= 1 and not ((onset := _onset(o)) and onset.statistic > 0)
+
+
+def _onset(o: DumpedTokens) -> Evidence | None:
+    return growing(o, (o.step > o.step.min()).astype(float), "")
 
 
 def first_step(o: DumpedTokens) -> float:
@@ -111,7 +108,8 @@ def with_advantage(o: DumpedTokens) -> float:
     Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in samples of any sampler,
     however sure it is; 0 where chance explains it.
     """
-    excess = o.of_rows(np.expm1(o.d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(o.d)), 1e-12))
+    d = o.d * o.core
+    excess = o.of_rows(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(d)), 1e-12))
     finite = np.isfinite(excess) & np.isfinite(o.advantage)
     correlation = spearman(excess[finite], o.advantage[finite]) if finite.any() else 0.0
     return correlation if correlation * finite.sum() ** 0.5 > _CHANCE else 0.0
@@ -142,8 +140,7 @@ def _visits(o: DumpedTokens) -> bool:
 
 def _by_step(o: DumpedTokens) -> Evidence | None:
     sentence = (
-        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age of the "
-        "samples"
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age"
     )
     freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
     # the freshest samples only, so that age cannot be the cause
@@ -163,10 +160,7 @@ def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _step_explains(o: DumpedTokens) -> bool:
-    """
-    Test whether the gap grows with the step at equal age, and not with the age at equal step. Over all samples it grows with
-    both: ages rise while a queue fills.
-    """
+    """Test whether the gap grows with the step at equal age, and not with the age at equal step: both rise with a queue."""
     size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
     finite = np.isfinite(size)
     size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
@@ -174,11 +168,7 @@ def _step_explains(o: DumpedTokens) -> bool:
 
 
 def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evidence | None:
-    """
-    Drop evidence of a gap that grows faster than the number of steps since the start of the run, as in a collapse.
-
-    Weights that are never pushed are older than the trainer's by that number of steps, so their gap grows no faster.
-    """
+    """Drop evidence of a gap that grows faster than the number of steps since the start, as in a collapse."""
     before = float(o.step.min() - 1)
     if evidence is None or before == 0:
         return evidence
@@ -187,7 +177,12 @@ def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evi
 
 
 def never_pushed(o: DumpedTokens) -> Evidence | None:
-    return None if _serves_adapters(o) or not _may_stand_still(o) else _unless_faster_than_steps(o, _by_step(o))
+    if _serves_adapters(o) or not _may_stand_still(o):
+        return None
+    evidence = _unless_faster_than_steps(o, _by_step(o))
+    # an adapter that is added twice, or in part, would grow in the same way; updates that 8 bits round away add up at first
+    known = o.about.get("adapter") == "none" and o.about.get("quantization", "None") == "None"
+    return evidence if known else evidence and evidence._replace(most=POSSIBLE)
 
 
 def adapter_missing(o: DumpedTokens) -> Evidence | None:
@@ -204,7 +199,7 @@ def adapter_missing(o: DumpedTokens) -> Evidence | None:
 def _may_stand_still(o: DumpedTokens) -> bool:
     """True if the gap is larger than rounding and the trainer moves while the sampler may not; the start is the best proof."""
     beyond = _MOVED if o.step.min() <= 1 else _CHANCE
-    return not (_as_small_as_rounding(o) or stands_still(o) or sampler_moves(o, beyond))
+    return not (_as_small_as_rounding(o) or stands_still(o) or _sampler_moves(o, beyond))
 
 
 def _serves_adapters(o: DumpedTokens) -> bool:
@@ -227,18 +222,14 @@ def standing_still(o: DumpedTokens) -> Evidence | None:
     return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
 
 
-def sampler_moves(o: DumpedTokens, beyond: float = _MOVED) -> bool:
+def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
     """
     Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many standard deviations by
     chance: then it gets weights.
     """
     own = o.of_rows(o.rollout)
     finite = np.isfinite(own)
-    return (
-        abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond
-        if finite.any()
-        else False
-    )
+    return abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond
 
 
 def lora_merge(o: DumpedTokens) -> Evidence | None:
@@ -248,10 +239,8 @@ def lora_merge(o: DumpedTokens) -> Evidence | None:
     evidence = _by_step(o)
     if evidence is None or evidence.numbers["low"] > 0.3 * evidence.numbers["high"]:
         return None
-    return evidence._replace(
-        statistic=evidence.share,
-        sentence="|d| is {low} in the first steps and {high} in the last, which is as small as rounding",
-    )
+    sentence = "|d| is {low} in the first steps and {high} in the last, which is as small as rounding"
+    return evidence._replace(statistic=evidence.share, sentence=sentence)
 
 
 def _as_small_as_rounding(o: DumpedTokens) -> bool:
@@ -262,11 +251,11 @@ def old_throughout(o: DumpedTokens) -> Evidence | None:
     """Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare."""
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
-    if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o):
+    if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o) or complete_at_once(o):
         return None
     sentence = (
         "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump has no fresh samples to compare with, and "
         "low precision would look the same"
     )
-    old = mean(ages >= 1)
-    return Evidence(old, 1.0, {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}, sentence)
+    numbers = {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}
+    return Evidence(mean(ages >= 1), 1.0, numbers, sentence, most=POSSIBLE)

@@ -14,6 +14,7 @@ from .observed import DumpedTokens
 FLOOR = NEGLIGIBLE
 # Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
 LARGE = 0.1
+POSSIBLE = 0.65  # certainty of a cause that other explanations are not ruled out for
 _BINS = 20
 _CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
 
@@ -26,6 +27,7 @@ class Evidence(NamedTuple):
     numbers: Mapping[str, float]  # of the evidence, by their names in `sentence`
     sentence: str  # with the numbers in braces
     words: str = ""  # text of the completions, which ends the sentence
+    most: float = 0.99  # certainty that it allows: `POSSIBLE` where causes that are not known would look the same
 
 
 def mean(values: np.ndarray) -> float:

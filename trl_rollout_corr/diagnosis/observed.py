@@ -14,8 +14,9 @@ SEAM = 2  # tokens after the edge of a turn that count as its beginning
 class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
-    `settings` and `about` are those of the dump, and `movement` is the sum of the learning rates of the optimizer steps
-    between the first sequence and the last. `N` tokens, `B` sequences; what is not known is NaN.
+    `settings` and `about` are those of the dump, `movement` is the sum of the learning rates of the optimizer steps between
+    the first sequence and the last, and `quiet` is true of a run in whose log no rule of the monitor finds anything. `N`
+    tokens, `B` sequences; what is not known is NaN.
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class DumpedTokens:
         settings: Mapping[str, object],
         about: Mapping[str, str],
         movement: float = float("nan"),
+        *,
+        quiet: bool = False,
     ):
-        self.settings, self.about, self.movement = settings, about, movement
+        self.settings, self.about, self.movement, self.quiet = settings, about, movement, quiet
         counted = sequences.counted
         # Tokens of the loss, and the sequence of each of them that has no finite log-ratio
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())

@@ -7,19 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .drift import first_step, growing, sampler_moves
-from .evidence import (
-    FLOOR,
-    LARGE,
-    Evidence,
-    alike,
-    bounded,
-    mean,
-    relative_size,
-    rms,
-    spearman,
-    typical,
-)
+from .drift import complete_at_once, first_step, growing
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, relative_size, rms, spearman, typical
 from .observed import DumpedTokens
 
 
@@ -28,25 +17,20 @@ from .observed import DumpedTokens
 _DROPOUT = 0.075
 # Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it counts
 _UNROUNDED, _MANY = 3.0, 1000
-# Growth of the gap from the first step on beyond which a sampler that gets weights gets others, and its statistic
-_GROWN, _FOLLOWS = 3.0, 0.2
+_QUANTISED = (
+    0.03  # `k3_kl` up to which 8 bits explain a gap: 0.001 in a pretrained model, 0.01 in one of random weights
+)
 _GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the median
 
 
 def coarser_sampler(about: Mapping[str, str]) -> str:
-    """
-    The type of a sampler that rounds to 16 bits beside a trainer in float32; otherwise empty. The trainer's own
-    rescoring noise is then not a baseline, because it contains none of the sampler's rounding.
-    """
+    """Type of a sampler in 16 bits beside a trainer in float32, whose own noise is then no baseline; otherwise empty."""
     sampler = about.get("sampler_dtype", "")
     return sampler if about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
 
 
 def noise_floor(o: DumpedTokens) -> float | None:
-    """
-    Mean square of the trainer's difference from itself, divided by the mean square of the gap. It is `None` if too few tokens
-    were scored twice.
-    """
+    """Mean square of the trainer's difference from itself over that of the gap; `None` if too few tokens have two scores."""
     again = np.isfinite(o.again) & o.core
     gap = typical(o.d[again])
     if again.sum() < 30 or gap < FLOOR / 4:
@@ -108,7 +92,8 @@ def routing(o: DumpedTokens) -> Evidence | None:
         "1 % of the tokens have a share of {top} of d^2; at tokens of equal probability the kurtosis of d is {kurtosis}, and "
         "percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
     )
-    return Evidence(kurtosis * tail, bounded(share), numbers, sentence)
+    most = 0.99 if o.about.get("experts") == "routed" else POSSIBLE
+    return Evidence(kurtosis * tail, bounded(share), numbers, sentence, most=most)
 
 
 def by_token(o: DumpedTokens) -> float:
@@ -125,21 +110,15 @@ def _systematic(o: DumpedTokens, sentence: str) -> Evidence:
 
 
 def _looks_like_weights(o: DumpedTokens) -> bool:
-    """True of a gap that looks like one of other weights in any case: of old samples, or a cache in low precision."""
+    """True of a gap that looks like one of other weights in any case: of old samples, or low precision that is known."""
     ages = o.staleness[np.isfinite(o.staleness)]
-    return caches_in_low_precision(o.about) or bool(ages.size and ages.min() > 0)
+    known = caches_in_low_precision(o.about) or samples_quantised(o.about)
+    return known or bool(ages.size and ages.min() > 0)
 
 
 def weights(o: DumpedTokens) -> Evidence | None:
     if _looks_like_weights(o):
         return None
-    first, gap = first_step(o), rms(o.d[o.core])
-    if gap > LARGE and gap > _GROWN * first and sampler_moves(o):
-        sentence = (
-            "|d| is {first} in the first step of the dump and {gap} over all steps, and the sampler's own log-probabilities "
-            "change with the step: it gets weights, but not the trainer's"
-        )
-        return Evidence(_FOLLOWS, 1.0, {"first": first, "gap": gap}, sentence)
     sentence = (
         "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
         "step of the dump and {gap} over all steps"
@@ -148,7 +127,9 @@ def weights(o: DumpedTokens) -> Evidence | None:
         sentence += " (an older policy looks the same, unless the dump begins at step 1)"
     if "kv_cache_dtype" not in o.about:
         sentence += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
-    return _systematic(o, sentence)
+    return _systematic(o, sentence)._replace(
+        most=POSSIBLE
+    )  # so do other positions, a wrong adapter, or another template
 
 
 def noisy_weights(o: DumpedTokens) -> Evidence | None:
@@ -161,9 +142,8 @@ def noisy_weights(o: DumpedTokens) -> Evidence | None:
         "|d| is {gap}, which is too large for rounding; it has the tails of noise (percentile 99 is {tail} times the median; "
         "3.8 for a Gaussian), and is larger at unlikely tokens (rank correlation {slope})"
     )
-    return Evidence(
-        _GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, {"gap": gap, "tail": tail, "slope": slope}, sentence
-    )
+    numbers = {"gap": gap, "tail": tail, "slope": slope}
+    return Evidence(_GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, numbers, sentence, most=POSSIBLE)
 
 
 def kv_cache(o: DumpedTokens) -> Evidence | None:
@@ -175,6 +155,23 @@ def kv_cache(o: DumpedTokens) -> Evidence | None:
         "the key-value cache has 8 bits or less, the same token has a similar log-ratio wherever it occurs (correlation "
         "{alike}), and |d| is {gap}",
     )
+
+
+def quantised(o: DumpedTokens) -> Evidence | None:
+    """Test for an engine that reports quantised weights whether the gap is as large in the first step as over all steps."""
+    if not samples_quantised(o.about):
+        return None
+    sentence = (
+        "the engine reports quantised weights; |d| is {first} in the first step of the dump and {gap} over all steps"
+    )
+    steady = float(o.step.min() > 1 or complete_at_once(o))
+    most = 0.99 if o.k3 < _QUANTISED else POSSIBLE
+    return Evidence(steady, 1.0, {"first": first_step(o), "gap": rms(o.d[o.core])}, sentence, most=most)
+
+
+def samples_quantised(about: Mapping[str, str]) -> bool:
+    """True if the engine reports that its weights are quantised."""
+    return about.get("quantization", "None") != "None"
 
 
 def caches_in_low_precision(about: Mapping[str, str]) -> bool:

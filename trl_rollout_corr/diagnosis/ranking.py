@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 from ..settings.files import settings_of_run
 from .causes import CAUSES, Cause, Test
-from .evidence import FLOOR, LARGE, Evidence
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .observed import DumpedTokens
 from .precision import coarser_sampler, noise_floor
 
 
 LEAST = 30  # tokens, the least that a diagnosis needs
+_AS_WELL = 0.9  # of the product of certainty and share, above which another cause explains the dump as well
 _REST = 0.3  # share of d^2 that no cause explains, above which diffuse causes are looked for
 
 
@@ -30,9 +31,11 @@ class Stage(NamedTuple):
         return [(name, CAUSES[name].test) for name in self.causes] + [(name, test) for name, test in late if test]
 
 
+_OF_SOME = {"nan_rows", "first_token", "last_token", "seams"}  # causes that act on some tokens only
 STAGES = (
     Stage(("nan_rows",), floor=False),
     Stage(("shift",), ends=True),
+    Stage(("not_sampled",), ends=True),
     Stage(("first_token", "last_token", "seams"), several=True, floor=False),
     Stage(("padding", "dropout"), ends=True),
     Stage(("some_prompts",), ends=True),
@@ -42,7 +45,7 @@ STAGES = (
 # For the share of d^2 that none of the above explains
 DIFFUSE = (
     Stage(("routing",), ends=True),
-    Stage(("kv_cache", "weights"), ends=True),
+    Stage(("kv_cache", "quantised", "weights"), ends=True),
     Stage(("head", "rounding"), fallback=("stale", "weights")),
 )
 
@@ -72,14 +75,20 @@ class Diagnosis(NamedTuple):
     n_sequences: int
     in_effect: Mapping[str, object] = {}  # settings of the run, as far as they are known
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
+    quiet: bool = False  # the run has a log, and no rule of the monitor finds anything in it
+
+    @property
+    def expected(self) -> bool:
+        """True if a run corrects for a gap that comes from nothing but old or quantised weights and normal causes."""
+        settings, names = settings_of_run(self.in_effect), {x.name for x in self.findings if not x.cause.normal}
+        corrects = settings is not None and settings.corrects and (self.quiet or self.size < LARGE)
+        return bool(names) and corrects and names <= {"stale", "quantised"}
 
     @property
     def healthy(self) -> bool:
-        """True if nothing has to be done: there is no gap, a normal gap, or a staleness that the run corrects for."""
-        settings = settings_of_run(self.in_effect)
-        corrects = settings is not None and settings.corrects
-        normal = all(finding.cause.normal or (finding.name == "stale" and corrects) for finding in self.findings)
-        return self.verdict == "nothing" or (self.verdict == "found" and self.size < LARGE and normal)
+        """True if nothing has to be done: there is no gap, a normal gap, or an expected one."""
+        normal = self.verdict == "found" and self.size < LARGE and all(x.cause.normal for x in self.findings)
+        return self.verdict == "nothing" or normal or self.expected
 
 
 def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
@@ -90,7 +99,8 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         )
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")
-    if not ended and (not _whole(findings)) and rest > _REST and _matters(o):
+    # causes of all tokens hide the diffuse ones
+    if not ended and not {x.name for x in findings} - _OF_SOME and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
     # normal causes come last, however large
@@ -100,12 +110,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     floor = None if coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
     n = int((o.lengths > 0).sum())
-    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, coarser)
-
-
-def _whole(findings: list[Finding]) -> bool:
-    """True if a cause was found that acts on all tokens, and hides the diffuse causes."""
-    return any(finding.name not in ("nan_rows", "first_token", "last_token", "seams") for finding in findings)
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, coarser, o.quiet)
 
 
 def _matters(o: DumpedTokens) -> bool:
@@ -119,8 +124,11 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
     for stage in stages:
         here = _findings(o, stage, without) if _matters(o) or not stage.floor else []
         if here and not stage.several:
-            here = [max(here, key=lambda finding: finding.certainty * finding.share)]
-        findings += here
+            first, *others = sorted(here, key=lambda finding: -finding.certainty * finding.share)
+            rival = max((x.certainty * x.share for x in others), default=0.0)
+            as_well = rival > _AS_WELL * first.certainty * first.share and not first.cause.normal
+            here = [first._replace(certainty=min(first.certainty, POSSIBLE)) if as_well else first]
+        findings += [x._replace(certainty=min(x.certainty, x.evidence.most)) for x in here]
         if here and stage.ends:
             return findings, True
     return findings, False
@@ -129,13 +137,8 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
 def _findings(o: DumpedTokens, stage: Stage, without: Collection[str]) -> list[Finding]:
     tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
     return [
-        Finding(name, _certainty(test, evidence), evidence.share, evidence)
-        for name, test, evidence in tests
-        if evidence is not None and evidence.statistic > test.weak
+        # 0.5 for a weak statistic, 0.99 for a strong one
+        Finding(name, 0.5 + 0.49 * bounded((x.statistic - test.weak) / (test.strong - test.weak)), x.share, x)
+        for name, test, x in tests
+        if x is not None and x.statistic > test.weak
     ]
-
-
-def _certainty(test: Test, evidence: Evidence) -> float:
-    """Certainty: 0.5 for a weak statistic, 0.99 for a strong one."""
-    reach = (evidence.statistic - test.weak) / (test.strong - test.weak)
-    return 0.5 + 0.49 * min(max(reach, 0.0), 1.0)

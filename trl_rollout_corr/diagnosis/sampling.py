@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from .evidence import (
-    Evidence,
-    bounded,
-    in_bins,
-    mean,
-    mean_of_equal,
-    pearson,
-)
+from .evidence import Evidence, bounded, in_bins, mean, mean_of_equal, pearson
 from .observed import DumpedTokens
 
 
@@ -58,10 +51,8 @@ def temperature(o: DumpedTokens) -> Evidence | None:
 
 def penalty(o: DumpedTokens) -> Evidence | None:
     """
-    Look for tokens that are less likely for the sampler if they occurred before, and more likely otherwise.
-
-    The test uses log-odds. There, the difference of the two sides is the penalty of the token minus the penalty of the tokens
-    that could have been sampled instead, however likely the token is; in `d` it vanishes where a model is sure.
+    Look for tokens that are less likely for the sampler if they occurred before, and more likely otherwise. The test uses
+    log-odds, because a penalty vanishes in `d` where a model is sure.
     """
     here, times = o.core, o.times.clip(max=24).astype(float)
     penalties = (
@@ -70,7 +61,12 @@ def penalty(o: DumpedTokens) -> Evidence | None:
         times - _mean_before(o.row, times + 1, _BEFORE),
     )
     kinds = (o.repeated, o.times > 0, o.times.clip(max=12))
-    varying = [(x[here], k[here]) for x, k in zip(penalties, kinds, strict=True) if _varies(k[here])]
+    # enough tokens occurred before, and enough did not
+    varying = [
+        (x[here], k[here])
+        for x, k in zip(penalties, kinds, strict=True)
+        if min((k[here] > 0).sum(), (k[here] == 0).sum()) >= 30
+    ]
     if not varying:
         return None
     d, middle, token = o.d[here], o.middle[here], o.token[here]
@@ -85,18 +81,16 @@ def penalty(o: DumpedTokens) -> Evidence | None:
     correlations = [pearson(own(penalty), effect) for penalty, _ in varying]
     correlation, kind = max(zip(correlations, [kind for _, kind in varying], strict=True), key=lambda pair: pair[0])
     repeated = kind > 0
-    explained = 1 - float(np.square(_without(middle, d, kind)).sum()) / max(float(np.square(d).sum()), 1e-300)
+    rest = d.copy()
+    for which in np.unique(kind):  # the mean of its kind at tokens of this probability
+        rest[kind == which] -= in_bins(middle[kind == which], d[kind == which])
+    explained = 1 - float(np.square(rest).sum()) / max(float(np.square(d).sum()), 1e-300)
     numbers = {"seen": mean(d[repeated]), "unseen": mean(d[~repeated]), "correlation": correlation}
     sentence = (
         "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
         "the difference in log-odds and the number of earlier occurrences have a correlation of {correlation}"
     )
     return Evidence(correlation, bounded(explained), numbers, sentence)
-
-
-def _varies(kind: np.ndarray) -> bool:
-    """True if enough tokens occurred before, and enough did not."""
-    return bool(min(np.sum(kind > 0), np.sum(kind == 0)) >= 30)
 
 
 def _log_odds(logps: np.ndarray) -> np.ndarray:
@@ -111,11 +105,3 @@ def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
     starts = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, at, 0))
     first, sums = np.maximum(at - n, starts), np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray((sums[at] - sums[first]) / np.maximum(at - first, 1))
-
-
-def _without(keys: np.ndarray, values: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Values minus the mean of their kind at tokens of this probability."""
-    rest = values.copy()
-    for which in np.unique(kind):
-        rest[kind == which] -= in_bins(keys[kind == which], values[kind == which])
-    return rest

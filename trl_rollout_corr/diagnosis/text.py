@@ -18,6 +18,10 @@ def headline(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict == "unknown":
         return "Unknown: there is a gap that matches no known cause"
     first = diagnosis.findings[0]
+    if diagnosis.expected:
+        oldest = first.evidence.numbers.get("oldest")
+        title = f"the sampler is up to {oldest:.0f} optimizer steps old" if oldest else first.cause.title
+        return f"Expected: {title}, and the run corrects for it"
     kind = "Normal" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
     return f"{kind}: {first.cause.title}"
 
@@ -35,7 +39,10 @@ def detail(diagnosis: Diagnosis) -> str:
             f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be rounding."
         )
     if diagnosis.verdict == "nothing":
-        parts.append(f"Below {FLOOR:g} nats a correction changes nothing.")
+        parts.append(
+            f"Below {FLOOR:g} nats a correction of tokens changes nothing. Weights of completions add up d over all tokens, "
+            "and may still change the step: look at `effective_lr`."
+        )
     if diagnosis.verdict == "unknown":
         more = (
             ""

@@ -88,7 +88,9 @@ FAULTS: dict[str, Fault] = {
     # Faults that no cause covers
     "adapter_twice": Fault("unknown", "an adapter that grows counts twice in the sampler", drifts="twice"),
     "chat_template": Fault("unknown", "the trainer's prompt begins with another template", scoring={"prepend": 6}),
-    "two_tokenizers": Fault("unknown", "the trainer has other ids for a tenth of the tokens", scoring={"other_ids": 10}),
+    "two_tokenizers": Fault(
+        "unknown", "the trainer has other ids for a tenth of the tokens", scoring={"other_ids": 10}
+    ),
     "noisy_weights": Fault("unknown", "the sampler's weights have noise of 2 %", weights=models.noisy),
     "some_temperatures": Fault("unknown", "a request in four has a temperature of 0.7", drifts="request"),
     "float16_logprobs": Fault("unknown", "log-probabilities were sent as float16", rows=rows.in_float16),
@@ -98,7 +100,7 @@ FAULTS: dict[str, Fault] = {
         engine={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}},
     ),
     "logit_bias": Fault(
-        "unknown", "the sampler prefers some tokens", sampling={"logit_bias": {t: 1.5 for t in range(2, 320, 16)}}
+        "unknown", "the sampler prefers some tokens", sampling={"logit_bias": dict.fromkeys(range(2, 320, 16), 1.5)}
     ),
 }
 

@@ -56,7 +56,10 @@ def some_zeros(row: Row) -> dict[str, Any]:
 def zeros_inside(row: Row) -> dict[str, Any]:
     """The answer of a tool, which nobody sampled, has fillers and counts for the loss."""
     n = len(row["rollout_logps"])
-    return {**row, "rollout_logps": [0.0 if n // 3 <= i < n // 3 + 6 else x for i, x in enumerate(row["rollout_logps"])]}
+    return {
+        **row,
+        "rollout_logps": [0.0 if n // 3 <= i < n // 3 + 6 else x for i, x in enumerate(row["rollout_logps"])],
+    }
 
 
 def zeros_at_the_end(row: Row) -> dict[str, Any]:
