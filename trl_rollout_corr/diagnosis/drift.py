@@ -58,7 +58,11 @@ def stale(o: DumpedTokens) -> Evidence | None:
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     one_age = len(ages) < 2
     evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
-    return evidence and evidence._replace(numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))})
+    # weights that are never pushed, if the gap grows with the step at equal age, and not with the age
+    most = POSSIBLE if evidence is None or (not one_age and _step_explains(o)) else evidence.most
+    return evidence and evidence._replace(
+        numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))}, most=most
+    )
 
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
@@ -123,10 +127,7 @@ def own_updates(o: DumpedTokens) -> Evidence | None:
 
 
 def _visits(o: DumpedTokens) -> bool:
-    """
-    True if ages count the visits of a batch: bypass mode compares the sampler with the policy that was updated since. The
-    ages of a sampler with older weights rise to its lag, and stay there.
-    """
+    """True if ages count the visits of a batch, in bypass mode. Those of older weights rise to a lag, and stay there."""
     settings = settings_of_run(o.settings)
     if settings is None or not settings.bypasses:
         return False
@@ -229,7 +230,7 @@ def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
     """
     own = o.of_rows(o.rollout)
     finite = np.isfinite(own)
-    return abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond
+    return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond)
 
 
 def lora_merge(o: DumpedTokens) -> Evidence | None:

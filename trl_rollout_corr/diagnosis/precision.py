@@ -199,4 +199,7 @@ def rounding(o: DumpedTokens) -> Evidence | None:
         "correlation of {alike}"
     )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
-    return Evidence(quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, sentence)
+    most = POSSIBLE if noise_floor(o) is None else 0.99  # without a second look, the head may be the cause
+    return Evidence(
+        quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, sentence, most=most
+    )

@@ -10,10 +10,7 @@ _BEFORE = 8  # number of latest tokens, which stand for the tokens that could ha
 
 
 def truncation(o: DumpedTokens) -> Evidence | None:
-    """
-    Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw: `d` is negative,
-    and the mean of `exp(d)` is below 1.
-    """
+    """Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw."""
     d = o.d[o.core]
     if not np.abs(d).sum():
         return None
