@@ -20,7 +20,7 @@ from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.report.facts import analyse
 from trl_rollout_corr.analysis.run import read_run
 from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
-from trl_rollout_corr.diagnosis.causes import CAUSES, Test
+from trl_rollout_corr.diagnosis.causes import CAUSES
 from trl_rollout_corr.diagnosis.evidence import LARGE, Evidence
 from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES, Stage
 from trl_rollout_corr.diagnosis.text import detail, evidence, headline, remedy_for, sure
@@ -463,7 +463,7 @@ def test_certainty_falls_where_another_cause_explains_as_much(monkeypatch):
     monkeypatch.setattr(ranking, "_matters", lambda o: True)
     monkeypatch.setattr(
         Stage, "tests",
-        [(name, Test(lambda o, x=x: Evidence(x, 1.0, {}, ""), 0.4, 0.6)) for name, x in found.items()],
+        [(name, ranking.Test(lambda o, x=x: Evidence(x, 1.0, {}, ""), 0.4, 0.6)) for name, x in found.items()],
     )  # fmt: skip
     [finding], _ = ranking._look(None, (Stage(()),), ())
     assert (finding.name, sure(finding)) == ("stale", "possible")

@@ -95,7 +95,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
 
 def complete_at_once(o: DumpedTokens) -> bool:
     """True if the gap has its whole size in the first step of a run, where the sampler has the trainer's weights."""
-    return o.step.min() <= 1 and not ((onset := _onset(o)) and onset.statistic > 0)
+    fresh = not (o.staleness[o.step == o.step.min()] >= 1).all()  # or of unknown age
+    return fresh and o.step.min() <= 1 and not ((onset := _onset(o)) and onset.statistic > 0)
 
 
 def _onset(o: DumpedTokens) -> Evidence | None:
