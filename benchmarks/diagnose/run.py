@@ -114,13 +114,13 @@ def confusion(matrix: Matrix, *, missed: bool = False) -> str:
         if not missed or names(answers).keys() != {cause}:
             counts = _counts(answers, cause)
             rows.append(
-                (f"`{cause}`", *counts[:3], *(str(answers.get(f"{cause}, {word}", 0)) for word in WORDS), counts[3])
+                (f"`{cause}`", *counts[:2], *(str(answers.get(f"{cause}, {word}", 0)) for word in WORDS), counts[3])
             )
     every = [(cause, answers) for cause, answers in by_cause(matrix).items()]
     hits, n = sum(names(x)[cause] for cause, x in every), sum(sum(x.values()) for _, x in every)
     sums = (str(sum(x.get(f"{cause}, {word}", 0) for cause, x in every)) for word in WORDS)
-    rows.append(("all", str(hits), str(n), interval(hits, n), *sums, f"{n - hits} runs"))
-    return grid(("cause", *HEAD[:3], *WORDS, HEAD[3]), rows)
+    rows.append(("all", str(hits), str(n), *sums, f"{n - hits} runs"))
+    return grid(("cause", *HEAD[:2], *WORDS, HEAD[3]), rows)
 
 
 def certainty(looked: Matrix, without: Matrix) -> str:
@@ -160,16 +160,6 @@ def uncovered(looked: Matrix) -> str:
     return grid(("fault", "what is wrong", "doubted", "runs", "answers"), rows)
 
 
-def by_fault(looked: Matrix) -> str:
-    """Answers by fault, for faults that were not named in every run."""
-    rows = []
-    for fault, answers in looked.items():
-        cause = FAULTS[fault].cause
-        if cause != "unknown" and names(answers).keys() != {cause}:
-            rows.append((f"`{fault}`", FAULTS[fault].what, f"`{cause}`", *_counts(answers, cause)))
-    return grid(("fault", "what is wrong", "right answer", *HEAD), rows)
-
-
 def without_a_fault(results: dict[str, Any]) -> str:
     """How many of the runs without a fault were called healthy."""
     kinds = {"float32": "none", "bfloat16": "bf16"}
@@ -187,7 +177,6 @@ def tables(results: dict[str, Any]) -> list[str]:
         uncovered(looked),
         confusion(looked),
         confusion(without, missed=True),
-        by_fault(looked),
         without_a_fault(results),
     ]
 
