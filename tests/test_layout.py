@@ -109,7 +109,7 @@ MOST_LINES = {
     "correction": 1340,
     "replay": 780,
     "dumps": 560,
-    "diagnosis": 1610,
+    "diagnosis": 1630,
     "arrival": 620,
     "recording": 840,
     "trainers": 2480,
