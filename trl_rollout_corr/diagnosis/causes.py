@@ -78,7 +78,7 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.not_sampled, 0.3, 0.6),
         "A `rollout_func` or environment fills in values, or returns those of the likeliest token or of another order. Return "
         "the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody sampled: a tool's "
-        f"answer, or tokens that a grammar forces. {_HIDES}",
+        f"answer, or tokens that a grammar forces. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",

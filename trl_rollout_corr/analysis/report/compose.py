@@ -107,20 +107,19 @@ def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
 def _diagnosis(facts: Facts | None) -> Section | None:
     if facts is None or facts.diagnosis is None:
         return None
-    diagnosis, only_stale = facts.diagnosis, facts.is_only_stale
-    title = "Expected: the sampler is behind, and the run corrects for it" if only_stale else headline(diagnosis)
-    healthy = only_stale or diagnosis.healthy
-    cards = [Card(f"{title}.", detail(diagnosis), "healthy" if healthy else "warning")]
+    diagnosis = facts.diagnosis
+    level = "healthy" if diagnosis.healthy else "warning"
+    cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), level)]
     for finding in diagnosis.findings:
         share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
         remedy, settings = remedy_for(diagnosis, finding)
-        if only_stale:
+        if diagnosis.expected:
             remedy, settings = f"Nothing has to be done. A smaller gap is possible: {finding.cause.remedy}", {}
         cards.append(
             Card(
                 capitalized(finding.cause.title),
                 f"{capitalized(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
-                "" if only_stale or finding.cause.normal else "warning",
+                "" if diagnosis.expected or finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),
             )

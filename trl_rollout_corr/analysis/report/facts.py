@@ -23,14 +23,6 @@ class Facts(NamedTuple):
     diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
 
     @property
-    def is_only_stale(self) -> bool:
-        """True if a healthy run corrects for a gap that comes from nothing but old weights and rounding."""
-        config, causes = self.run.config, self.diagnosis.findings if self.diagnosis else []
-        healthy = not self.findings and not self.run.log.empty and config is not None and config.settings.corrects
-        normal = all(found.name == "stale" or found.cause.normal for found in causes)
-        return healthy and normal and any(found.name == "stale" for found in causes)
-
-    @property
     def alarms(self) -> list[tuple[int, str, Alarm]]:
         """Step, number and finding of each alarm, in order of steps."""
         named = ((finding.step, f"{self.letter}{i}", finding) for i, finding in enumerate(self.findings, 1))
@@ -56,7 +48,8 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
         detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
-    expected = " Its gap comes from old weights, as expected, and is corrected." if facts.is_only_stale else ""
+    is_expected = facts.diagnosis is not None and facts.diagnosis.expected
+    expected = " Its gap is expected, and is corrected." if is_expected else ""
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
 
 
