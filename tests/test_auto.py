@@ -108,7 +108,7 @@ def test_a_run_rejects_and_the_report_says_what(kind, bypass, tmp_path, tiny_mod
     assert all(0 < max(found) < 1 for found in shares.values())
     assert any(logged(trainer, "kl_advantage_positive"))
     write_report([str(tmp_path)], str(tmp_path / "report.html"))
-    page = " ".join(re.sub("<[^>]+>", "", (tmp_path / "report.html").read_text()).split())
+    page = " ".join(re.sub("<[^>]+>", " ", (tmp_path / "report.html").read_text()).split())
     for name, found in shares.items():
         assert f"rejected by {name} {100 * sum(found) / len(found):.3g} %" in page
 
