@@ -14,6 +14,7 @@ import torch
 
 COLUMNS = 4  # of a matrix
 READABLE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+QUANTISED = {dtype: torch.int8 for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8, torch.uint8)}
 
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
@@ -23,7 +24,7 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
     A change of one element changes the sums of its row and of its column. The sums are hashed with their place.
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
-    bits = matrix.view(READABLE[x.dtype])
+    bits = matrix.view((READABLE | QUANTISED)[x.dtype])
     rows, columns = (_hash(bits.sum(dim, dtype=torch.int64)) for dim in (1, 0))
     return rows.sum() + 3 * columns.sum()
 
@@ -64,16 +65,18 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[
 
     `held` has the fingerprints of each tensor of the model, one for each form in which a layer keeps it; summed over `group`,
     the ranks that share the model. `places` has the tensors that hold each weight, for the weights where that is certain; `""`
-    is the whole model. Both have only lists and numbers, for a server.
+    is the whole model. `quantised` has the names of tensors of 8 bits, or of 4. All have only lists and numbers, for a server.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # layers that are tied share the memory of their weights
-    unreadable = set()
+    unreadable, quantised = set(), []
     for prefix, layer in model.named_modules():
         for parameter, x in layer.named_parameters(recurse=False):
             name = f"{prefix}.{parameter}".replace(".base_layer.", ".")
             forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
-            if x.dtype in READABLE and x.numel() and not forms:
+            if x.dtype in QUANTISED:
+                quantised.append(name)
+            if x.dtype in READABLE | QUANTISED and x.numel() and not forms:
                 forms.append(fingerprint(x))
             packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
             if x.dtype in READABLE and packed and group is None:  # in a group each rank has other columns
@@ -83,7 +86,7 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[
                 unreadable.add(name)
     held = _numbers({name: forms for name, forms in forms_of.items() if forms}, group)
     places = {name: _place(_name_in_vllm(model, name), held, unreadable) for name in names}
-    return {"held": held, "places": {name: place for name, place in places.items() if place}}
+    return {"held": held, "places": {name: place for name, place in places.items() if place}, "quantised": quantised}
 
 
 def _numbers(fingerprints: dict[str, list[torch.Tensor]], group: Any) -> dict[str, list]:

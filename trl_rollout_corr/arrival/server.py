@@ -55,7 +55,7 @@ def read_server(url: str, names: list[str]) -> dict[str, Any]:
         name: [list(form) for form in zip(*(worker["held"].get(name, forms) for worker in workers), strict=True)]
         for name, forms in workers[0]["held"].items()
     }
-    return {"held": held, "places": workers[0]["places"]}
+    return {**workers[0], "held": held}
 
 
 def score_text(url: str, model: str, texts: list[list[int]]) -> list[list[float]]:

@@ -15,7 +15,7 @@ from ..messages import notify
 from .fingerprints import READABLE, fingerprint, some_columns
 
 
-NEAR = 10  # pushes, within which a second failure ends the run
+NEAR = 10  # pushes, within which a second failure ends the run, and after which quantised weights that stand still are told
 STILL = 5  # pushes of equal weights in a row, after which there is a warning
 
 
@@ -37,6 +37,9 @@ class WeightCheck:
     options of sampling nor precision can explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an
     error.
 
+    Of a tensor that the sampler quantises, an update smaller than a step of its grid changes no bit. So such a tensor is never
+    called a failed push; [`WeightCheck.unmoved`] has the share of those that stood still.
+
     `read` returns what the sampler holds, and where it puts the weights of some names
     ([`~trl_rollout_corr.arrival.fingerprints.read`]); `None` if the sampler cannot be read. `model` is the trainer's, not
     wrapped. `dtype` returns the type of the sampler's weights, which may be known only after a while.
@@ -50,7 +53,10 @@ class WeightCheck:
         self._before: Push | None = None
         self._pushes = 0
         self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
-        self._still = 0
+        self._still = self._all_unmoved = 0
+        self.unmoved: float | None = (
+            None  # share of quantised tensors that stood still at the last push; `None` if unknown
+        )
 
     @contextmanager
     def watching(self, owner: Any, method: str) -> Iterator[None]:
@@ -91,6 +97,7 @@ class WeightCheck:
         reason why the weights of the sampler may not matter. The error is then a warning.
         """
         before, now = self._before, self._push()
+        self.unmoved = None
         if now is None:
             return
         self._before = now
@@ -99,6 +106,7 @@ class WeightCheck:
             self._failed, self._still = None, 0
             return
         self._judge_trainer(before, now, step)
+        self._judge_quantised(before, now, step)
         missing = self._missing(before, now)
         if not missing:
             return
@@ -120,6 +128,7 @@ class WeightCheck:
         with suppress(Exception):  # whatever a release of vLLM does, a run must not end here
             weights = self.read(list(sent))
         self._places = {} if weights is None else weights["places"]
+        self._quantised = set() if weights is None else {*weights["quantised"]}
         return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
 
     def trained(self) -> int:
@@ -134,12 +143,41 @@ class WeightCheck:
         missing = []
         for name in changed:
             place = self._places.get(name)
+            if self._quantised and (place == [""] or not self._quantised.isdisjoint(place or [])):
+                continue
             if place == [""]:  # the whole model, which other weights change as well
                 if 2 * len(changed) > len(now.sent) and now.held and now.held == before.held:
                     missing.append(name)
             elif place and all(_stayed(before.held.get(x), now.held[x]) for x in place):
                 missing.append(name)
         return missing
+
+    def _judge_quantised(self, before: Push, now: Push, step: int) -> None:
+        """Count the quantised tensors that stood still although weights in them were sent with another value than before."""
+        changed = {
+            place
+            for name in now.sent
+            if before.sent.get(name) != now.sent[name]
+            for place in self._places.get(name, [])
+        }
+        tensors = changed & self._quantised
+        if not tensors:
+            return
+
+        def still(tensor: str) -> bool:  # and its scales
+            return all(
+                before.held.get(x) == now.held[x] for x in now.held if x == tensor or x.startswith(f"{tensor}_scale")
+            )
+
+        self.unmoved = sum(map(still, tensors)) / len(tensors)
+        self._all_unmoved = self._all_unmoved + 1 if self.unmoved == 1 else 0
+        if self._all_unmoved == NEAR:
+            notify(
+                "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a very small "
+                "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has changed "
+                f"at the last {NEAR} pushes until optimizer step {step}. See "
+                "`trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+            )
 
     def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
         """Warn if the trainer's parameters change, and what is sent does not."""

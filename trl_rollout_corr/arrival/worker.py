@@ -10,9 +10,16 @@ from .fingerprints import read
 
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Push weights, by their names in the checkpoint, through the reload of an engine, and clear its prefix cache."""
+    """
+    Push weights, by their names in the checkpoint, through the reload of an engine, and clear its prefix cache. An engine that
+    quantises weights makes their scales again.
+
+    vLLM keeps the parts of a fused or padded tensor until it has all of them, which may be after the last weight: an adapter
+    is then no longer merged, and a shard no longer gathered. So each weight is copied.
+    """
+    copies = ((name, weight.detach().clone()) for name, weight in weights)
     with torch.no_grad():
-        reload(llm.llm_engine.model_executor.driver_worker, weights_iterator=iter(weights))
+        reload(llm.llm_engine.model_executor.driver_worker, weights_iterator=copies)
     llm.reset_prefix_cache()
 
 

@@ -25,6 +25,7 @@ class PushesToServer(CheckedPushes):
         announced = trainer.rollout_step not in (None, step)
         if not self.is_adapter:
             self.weights.judge(step, announced=announced)
+            self.log_unmoved()
         elif self.server is not None:
             folder, trained = Path(trainer._lora_dir, self.served_model), self.weights.trained()
             self._adapters.pushed(self.server, self.served_model, folder, trained, step)

@@ -68,6 +68,12 @@ def engine_metadata(config: Any) -> dict[str, str]:
     return {name: _name(value) for name, value in metadata.items() if value is not None}
 
 
+def quantises(config: Any) -> bool:
+    """True if vLLM, of a `VllmConfig`, quantises weights of higher precision while it loads them."""
+    quantization = _get(config, "quant_config")
+    return quantization is not None and quantization.get_name() == "online"
+
+
 def _get(config: Any, *path: str) -> Any:
     for name in path:
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -81,7 +87,7 @@ def _name(value: Any) -> str:
 def check_types(metadata: Mapping[str, str]) -> None:
     """Warn if trainer and sampler compute in different types."""
     trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
-    if trainer and sampler and trainer != sampler:
+    if trainer and sampler and trainer != sampler and "quantization" not in metadata:  # coarser than both
         warn(
             f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
             f"rounding of the coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "

@@ -4,15 +4,17 @@ vLLM as the sampler: the log-probability of each sampled token, and new weights 
 The last two change one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..arrival.worker import push
 from ..messages import warn
+from ..recording.run_metadata import quantises
 from ..replay.kept_tokens import KeptTokens
 
 
@@ -103,14 +105,25 @@ def forget_images(generation: VLLMGeneration) -> None:
 
 def sync_weights_on_cpu(generation: VLLMGeneration) -> None:
     """
-    Push weights through vLLM's own reload on a CPU, see [`~trl_rollout_corr.arrival.worker.push`].
+    Push weights through vLLM's own reload on a CPU, and to a colocated engine that quantises them: see
+    [`~trl_rollout_corr.arrival.worker.push`].
 
-    TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint.
+    TRL's push of single parameters fails on a CPU, where vLLM stores weights in other shapes than the checkpoint, and would
+    leave a quantised engine with old scales.
     """
-    if generation.mode != "colocate" or generation.accelerator.device.type != "cpu":
+    if generation.mode != "colocate":
+        return
+    if generation.accelerator.device.type != "cpu" and not quantises(generation.llm.llm_engine.vllm_config):
         return
 
     def sync_weights(*args: Any, **kwargs: Any) -> None:
-        push(generation.llm, generation._iter_named_params())
+        weights = generation._iter_named_params
+
+        def push_all() -> Iterator[tuple]:
+            push(generation.llm, weights())
+            yield from ()  # nothing is left for TRL to push; it wakes the engine before, and clears the cache afterwards
+
+        with patch.object(generation, "_iter_named_params", push_all):
+            VLLMGeneration.sync_weights(generation, *args, **kwargs)
 
     generation.sync_weights = sync_weights

@@ -17,6 +17,9 @@ from ..arrival.weights import WeightCheck
 from ..recording.run_metadata import engine_metadata
 
 
+QUANTISED_UNMOVED = "rollout_corr/quantised_unmoved"
+
+
 class CheckedPushes:
     """
     The checks that the weights of a `trainer` arrive. Subclasses know the address of its server, and the name of the policy
@@ -60,6 +63,11 @@ class CheckedPushes:
             raise RuntimeError("The log-probabilities of a server were asked for, but this run has no server.")
         return score_text(self.server, self.served_model, texts)
 
+    def log_unmoved(self) -> None:
+        """Log the share of quantised tensors that stood still at the last push. TRL takes the mean over pushes."""
+        if self.weights.unmoved is not None:
+            self.trainer._metrics["train"][QUANTISED_UNMOVED].append(self.weights.unmoved)
+
     def keep_text(self, batch: dict[str, Any], score: Callable[[], torch.Tensor]) -> None:
         """Let a server be checked with a micro-batch. `score` computes its log-probabilities, `(B, T)`, when called."""
         if self.trainer.model.training and self.movement.needs_text:
@@ -83,6 +91,7 @@ class PushesToVLLM(CheckedPushes):
             yield
         announced = trainer.rollout_step != step  # a sampler may have older weights on purpose
         self.weights.judge(step, announced=announced, doubt=self.doubt)
+        self.log_unmoved()
         self.movement.pushed(step, announced=announced)
 
     @property
