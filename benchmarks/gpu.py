@@ -107,7 +107,10 @@ def cost(model: str, length: int, completions: int, rounds: int, steps: int) -> 
 
 
 def training(model: str, arm: str, sampler: str, age: int, seed: int, steps: int) -> list[Row]:
-    """A run with LoRA on sums, with a sampler that is `age` optimizer steps behind."""
+    """
+    A run with LoRA on sums, with a sampler that is `age` optimizer steps behind: `"bf16"`, or the name of a scheme with which
+    vLLM quantises weights at each push.
+    """
     import tempfile
 
     import addition
@@ -134,7 +137,9 @@ def training(model: str, arm: str, sampler: str, age: int, seed: int, steps: int
     if PRESETS[arm] is not None:
         classes = RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig
         settings |= {"rollout_correction": PRESETS[arm], "rollout_monitor": None}
-        settings |= {"rollout_engine_kwargs": {"dtype": "bfloat16"}} if on_gpu else {}
+        engine = {"dtype": "bfloat16"} if on_gpu else {}
+        engine |= {"quantization": sampler} if sampler != "bf16" else {}
+        settings |= {"rollout_engine_kwargs": engine or None}
     trainer = classes[0](
         model=model,
         args=classes[1](**settings),
@@ -162,15 +167,23 @@ def plan(smoke: bool, seeds: int) -> list[tuple[str, Row]]:
             ("gap", {"sampler": "bf16", "engine": {"dtype": "bfloat16"}, "tokens": 500, "longest": 8}),
             ("cost", {"length": 8, "completions": 8, "rounds": 1, "steps": 1}),
             ("training", {"arm": "auto", "sampler": "bf16", "age": 2, "seed": 0, "steps": 3}),
+            ("training", {"arm": "auto", "sampler": "fp8_per_channel", "age": 0, "seed": 0, "steps": 3}),
         ]
     parts: list[tuple[str, Row]] = []
     parts += [("gap", {"sampler": s, "engine": e, "tokens": 20_000, "longest": 256}) for s, e in SAMPLERS.items()]
     parts += [("cost", {"length": n, "completions": 16, "rounds": 3, "steps": 3}) for n in (512, 2048)]
     arms = [(arm, 8) for arm in PRESETS] + [("no correction", 0), ("auto", 0)]
-    return parts + [
+    parts += [
         ("training", {"arm": arm, "sampler": "bf16", "age": age, "seed": seed, "steps": 60})
         for seed in range(seeds)
         for arm, age in arms
+    ]
+    # Beside the same arms and ages with bf16: gap, accuracy and seconds per step, of which pushes are a part
+    return parts + [
+        ("training", {"arm": arm, "sampler": "fp8", "age": age, "seed": seed, "steps": 60})
+        for seed in range(seeds)
+        for arm in ("no correction", "decoupled_token_is", "auto")
+        for age in (0, 8)
     ]
 
 

@@ -12,7 +12,7 @@ from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("given", [{"dtype": "float16"}, '{"dtype": "float16"}'])
+@pytest.mark.parametrize("given", [{"dtype": "float16"}, '{"dtype": "float16"}', "{dtype: float16}"])
 def test_a_mapping_is_read_in_python_and_on_a_command_line(given):
     assert RolloutCorrectionConfig(rollout_engine_kwargs=given).settings.rollout_engine_kwargs == {"dtype": "float16"}
     assert RolloutCorrectionConfig(rollout_engine_kwargs="none").settings.rollout_engine_kwargs is None

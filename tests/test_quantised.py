@@ -12,9 +12,11 @@ import torch
 from peft import LoraConfig
 from trl.generation import vllm_generation
 
-from tests.launching import output_of
+from tests.asynchronous import parts_for_a_cpu
+from tests.launching import output_of, serving
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build, logged, losing, messages
+from trl_rollout_corr.arrival.server import read_server, score_text
 from trl_rollout_corr.trainers import engine
 from trl_rollout_corr.trainers.engine import build_quantised, check_scheme
 
@@ -72,21 +74,17 @@ def score(llm) -> list[float]:
     ]
 
 
+def flat(lists: list[list[float]]) -> list[float]:
+    return [x for inner in lists for x in inner]
+
+
 def fresh_engine(trainer, path: str, folder: Path):
     """An engine that loads the weights that the trainer would push now from a checkpoint, and quantises them."""
     weights = {name: x.detach().clone() for name, x in trainer.vllm_generation._iter_named_params()}
+    if "lm_head.weight" not in weights:  # tied
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     plain = load_model(path)
-    plain.load_state_dict(
-        {
-            **plain.state_dict(),
-            **weights,
-            **(
-                {"lm_head.weight": x for name, x in weights.items() if "embed" in name}
-                if plain.config.tie_word_embeddings
-                else {}
-            ),
-        }
-    )
+    plain.load_state_dict(weights)
     shutil.copytree(path, folder)
     plain.save_pretrained(folder)
     arguments = {"max_model_len": 64, "max_num_seqs": 16, "distributed_executor_backend": "external_launcher"}
@@ -134,8 +132,7 @@ def test_updates_that_rounding_swallows_are_no_failed_push(make, caplog):
     """Norms and biases are not rounded, so they do not train here."""
     trainer = make(max_steps=16, learning_rate=1e-9, extra={"peft_config": LoraConfig(r=4, target_modules=["q_proj"])})
     trainer.train()
-    moved = [x for x in logged(trainer, "quantised_unmoved")]
-    assert all(x in (0.0, 0.5, 1.0) for x in moved)
+    assert logged(trainer, "quantised_unmoved") == [] or min(logged(trainer, "quantised_unmoved")) > 0
     assert not [message for message in messages(caplog) if "two pushes" in message]
 
 
@@ -154,6 +151,30 @@ def test_quantised_tensors_alone_that_stand_still_get_a_warning_that_begins_with
     assert line.startswith("Updates may be smaller than a step of the grid")
 
 
+@pytest.mark.slow
+def test_a_server_quantises_weights_that_come_through_files(make, tiny_model_path, tmp_path):
+    """As an engine that loads them from a checkpoint."""
+    trainer = make()
+    trainer.train()
+    expected = score(fresh_engine(trainer, tiny_model_path, tmp_path / "fresh"))
+    limits = ["--max-model-len", "64", "--max-num-seqs", "16", "--no-enable-chunked-prefill"]
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = ["--dtype", "bfloat16", "--quantization", SCHEME, *limits]
+    with serving(tiny_model_path, tmp_path / "log", *options, TORCHDYNAMO_DISABLE="1", **environment) as url:
+        transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
+        transfer.init_weight_transfer()
+        texts = [prompt["prompt_token_ids"] for prompt in TEXT]
+        before, first = flat(score_text(url, tiny_model_path, texts)), read_server(url, [])
+        transfer.pause()
+        transfer.send_weights(trainer.vllm_generation._iter_named_params())
+        transfer.resume()
+        after, second = flat(score_text(url, tiny_model_path, texts)), read_server(url, [])
+    assert after == pytest.approx(expected, abs=1e-5)
+    assert before != pytest.approx(expected, abs=1e-2)
+    assert len(second["quantised"]) == 8
+    assert all(first["held"][name] != second["held"][name] for name in second["quantised"])
+
+
 # Mistakes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -168,21 +189,24 @@ def test_a_model_that_is_quantised_already_is_refused(tiny_model_path, tmp_path)
     folder = Path(shutil.copytree(tiny_model_path, tmp_path / "quantised"))
     config = json.loads((folder / "config.json").read_text())
     check_scheme("fp8", {"model": str(folder)})
-    for given in ({"quantization": "bitsandbytes"}, {}):
-        with pytest.raises(ValueError, match="the trainer's model is quantised already. Remove `quantization`"):
-            (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-            check_scheme("fp8", {"model": str(folder), **given})
+    expected = r"the trainer's model is quantised already\. Remove `quantization`"
+    with pytest.raises(ValueError, match=expected):
+        check_scheme("fp8", {"model": str(folder), "quantization": "bitsandbytes"})
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match=expected):
+        check_scheme("fp8", {"model": str(folder)})
 
 
-def test_a_scheme_without_kernel_is_refused_with_those_that_work(make):
+def test_a_scheme_without_kernel_is_refused_with_those_that_work(make, tiny_model_path, tmp_path):
     make()  # skips where no scheme works
-    without = [scheme for scheme in engine.schemes() if not engine.computes(scheme) and "per_t" in scheme]
+    without = [scheme for scheme in ("fp8", "fp8_per_tensor", "fp8_per_block") if not engine.computes(scheme)]
     if not without:
         pytest.skip("This machine has kernels for all schemes.")
+    kwargs = {**QUANTISED["rollout_engine_kwargs"], "quantization": without[0]}
     with pytest.raises(
-        ValueError, match=f"`quantization: {without[0]}`, for which this vLLM has no kernel .*'{SCHEME}'"
+        ValueError, match=rf"`quantization: {without[0]}`, for which this vLLM has no kernel .*'{SCHEME}'"
     ):
-        make(rollout_engine_kwargs={**QUANTISED["rollout_engine_kwargs"], "quantization": without[0]})
+        build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **{**QUANTISED, "rollout_engine_kwargs": kwargs})
 
 
 def test_another_error_is_not_called_a_missing_kernel(make):
@@ -205,7 +229,8 @@ def test_routers_keep_their_type_and_experts_are_pushed(tmp_path):
         from tests.test_quantised import QUANTISED, engine_of, fresh_engine, score
         from tests.training import TRAINERS, build
 
-        kwargs = {{**QUANTISED["rollout_engine_kwargs"], "quantization": "online", "quantization_config": {{"linear": "{SCHEME}"}}}}
+        kwargs = {{**QUANTISED["rollout_engine_kwargs"], "quantization": "online"}}
+        kwargs["quantization_config"] = {{"linear": "{SCHEME}"}}
         fields = {{**QUANTISED, "rollout_engine_kwargs": kwargs, "learning_rate": 1e-2, "max_steps": 3}}
         trainer = build(*TRAINERS["grpo"], {path!r}, Path({str(tmp_path)!r}), **fields)
         types = {{name: str(x.dtype) for name, x in engine_of(trainer).named_parameters()}}

@@ -193,7 +193,8 @@ OF_PRECISION = {"rounding": ["grpo/fp32_head.yaml", "grpo/fp16.yaml"], "head": [
 # Launched by the commands of the README
 LAUNCHED = ("grpo/cpu.yaml", "rloo/auto.yaml")
 NOT_TRAINED = ("grpo/server.yaml",)  # the server takes weights through NCCL, which needs GPUs
-ELSEWHERE = (*ASYNCHRONOUS, *NOT_TRAINED, AGENT, "grpo/fp16.yaml")  # float16 takes an engine of its own
+OWN_ENGINES = ("grpo/fp16.yaml", "grpo/fp8.yaml")  # of other types
+ELSEWHERE = (*ASYNCHRONOUS, *NOT_TRAINED, AGENT, *OWN_ENGINES)
 
 
 @pytest.mark.parametrize("cause", OF_PRECISION)
@@ -212,6 +213,21 @@ def test_float16_is_on_both_sides(train):
     rows = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(rows) == 2
     assert 0 < rows[0]["rollout_corr/k3_kl"] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_sampler_is_of_eight_bits(train):
+    engine = '{"quantization": "fp8_per_channel", "enforce_eager": true}'  # vLLM has no other kernel for a CPU
+    try:
+        trainer = train("grpo/fp8.yaml", "--log_completions", "false", "--rollout_engine_kwargs", engine)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert trainer._about["quantization"] == "fp8_per_channel"
+    rows = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(rows) == 2
+    assert 0 < rows[0]["rollout_corr/k3_kl"] < 0.1
+    assert "rollout_corr/quantised_unmoved" in rows[1]
 
 
 @pytest.mark.vllm

@@ -14,7 +14,7 @@ import torch
 
 COLUMNS = 4  # of a matrix
 READABLE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-QUANTISED = {dtype: torch.int8 for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8, torch.uint8)}
+QUANTISED = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8, torch.uint8), torch.int8)
 
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def packed_columns(layer: Any) -> torch.Tensor:
         return torch.as_tensor(layer.cpu_linear(units, weight, None))
 
 
-def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, dict[str, list]]:
+def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
     """
     Weights that a model of vLLM holds, and where it puts weights of some names in the trainer's checkpoint.
 

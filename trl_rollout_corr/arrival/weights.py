@@ -174,8 +174,8 @@ class WeightCheck:
         if self._all_unmoved == NEAR:
             notify(
                 "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a very small "
-                "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has changed "
-                f"at the last {NEAR} pushes until optimizer step {step}. See "
+                "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has "
+                f"changed at the last {NEAR} pushes until optimizer step {step}. See "
                 "`trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
             )
 

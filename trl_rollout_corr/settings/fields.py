@@ -1,11 +1,12 @@
 """Choices and parsers of the fields of a configuration. Neither TRL nor torch here."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import yaml
 
 from ..health.examine import parse_bounds
 from ..messages import SettingError, nearest
@@ -92,9 +93,9 @@ def _clip_ratio(value: object) -> float:
 
 
 def _engine_kwargs(value: object) -> dict[str, Any]:
-    if isinstance(value, str):  # of a command line
-        with suppress(json.JSONDecodeError):
-            value = json.loads(value)
+    if isinstance(value, str):  # of a command line, in JSON or YAML
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
     allowed = "a mapping from arguments of vLLM's engine to their values, such as {'dtype': 'float16'}"

@@ -90,8 +90,8 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
                 else "Remove it: no scheme works here."
             ) from error
         error.add_note(
-            f"{_named(scheme)}. If the model has experts, they may be what vLLM has no kernel for. To quantise only its other "
-            "layers, set `rollout_engine_kwargs` to {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
+            f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other layers "
+            "alone, set {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
         )
         raise
     config = llm.llm_engine.vllm_config.quant_config
