@@ -19,28 +19,23 @@ from statistics import fmean
 from typing import Any
 
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / name) for name in ("benchmarks", "examples")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("benchmarks", "examples")]
 
 import quickstart  # first: it sets the environment of vLLM and transformers
 import sorting
 import torch
 import transformers
 import vllm
-from tables import markdown
+from tables import QUANTISED, markdown
 from transformers import AutoTokenizer, PrinterCallback
 from trl.generation import vllm_generation
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 
 
+ROOT = Path(__file__).parents[1]
 SCHEME = "fp8_per_channel"  # the one that vLLM has CPU kernels for
 ARMS = ("disabled", "trl", "decoupled_token_is", "bypass_dppo_tv", "auto")
-COLUMNS = {
-    "sampler": "{sampler}", "correction": "{arm}", "age": "{age}", "score before": "{before:.3f}", "after": "{after:.3f}",
-    "k3 at the start": "{k3_first:.2g}", "k3 at the end": "{k3_last:.2g}", "tensors unmoved": "{unmoved}",
-    "8-bit numbers moved": "{moved}", "engine, MiB": "{mebibytes:.2f}", "tokens per second": "{speed:.0f}",
-}  # fmt: skip
 
 
 def share_one_engine_per_sampler() -> None:
@@ -125,10 +120,6 @@ def plan() -> list[tuple[str, str, int]]:
     return [(SCHEME, arm, age) for age in (4, 0) for arm in ARMS] + [("bfloat16", "auto", age) for age in (4, 0)]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    return markdown(sorted(rows, key=lambda row: (row["age"], row["seed"], row["sampler"])), COLUMNS)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
@@ -148,9 +139,10 @@ def main() -> None:
             results["versions"] = {name: version(name) for name in ("torch", "trl", "transformers")} | {
                 "vllm": vllm.__version__
             }
+            results["rows"].sort(key=lambda row: (row["age"], row["seed"], row["sampler"]))
             args.output.write_text(json.dumps(results, indent=1) + "\n")
             print(row, flush=True)
-    print(table(results["rows"]))
+    print(markdown(results["rows"], QUANTISED))
 
 
 if __name__ == "__main__":
