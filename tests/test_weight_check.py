@@ -202,12 +202,12 @@ def test_the_columns_of_a_packed_layer_are_those_of_its_weight():
     assert torch.equal(packed_columns(layer).T, some_columns(weight))
 
 
-def test_a_quantised_layer_is_not_judged():
-    """Its scales may stay the same while its weights change."""
+def test_a_quantised_layer_is_named():
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)})
     model["q_proj"].weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-    found = read(model, ["q_proj.weight", "norm.weight", "unknown.weight"])
-    assert found["places"] == {"norm.weight": ["norm.weight"]}
+    found = read(model, ["q_proj.weight", "norm.weight"])
+    assert found["places"] == {name: [name] for name in ("q_proj.weight", "norm.weight")}
+    assert found["quantised"] == ["q_proj.weight"]
 
 
 def judged(pushes, held, dtype="float32", **judge) -> WeightCheck:

@@ -128,7 +128,7 @@ class WeightCheck:
         with suppress(Exception):  # whatever a release of vLLM does, a run must not end here
             weights = self.read(list(sent))
         self._places = {} if weights is None else weights["places"]
-        self._quantised = set() if weights is None else {*weights["quantised"]}
+        self._quantised = set() if weights is None else {*weights.get("quantised", ())}
         return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
 
     def trained(self) -> int:
