@@ -110,13 +110,13 @@ MOST_LINES = {
     "replay": 780,
     "dumps": 560,
     "diagnosis": 1630,
-    "arrival": 620,
-    "recording": 840,
-    "trainers": 2480,
+    "arrival": 670,
+    "recording": 850,
+    "trainers": 2610,
     "asynchronous": 670,
     "axolotl": 100,
     "probe": 670,
-    "analysis": 1870,
+    "analysis": 1860,
 }
 LONGEST_MODULE = 400
 
