@@ -57,7 +57,6 @@ class Watch:
     def __init__(self, generation: Any):
         self.tokens, self.seconds, self.shares = 0, 0.0, []
         model = generation.llm.llm_engine.model_executor.driver_worker.get_model()
-        self.bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.eight_bit = [p for p in model.parameters() if p.dtype == torch.float8_e4m3fn]
         self.before: list[torch.Tensor] = []
         self.generate, self.sync, self.generation = generation.generate, generation.sync_weights, generation
@@ -113,7 +112,7 @@ def train(sampler: str, arm: str, age: int, seed: int, steps: int, folder: Path)
     row |= {"after": sorting.accuracy(trainer.model, tokenizer), "k3_first": fmean(k3[:3]), "k3_last": fmean(k3[-10:])}
     row |= {"unmoved": f"{fmean(still):.2f}" if still else "-"}
     row |= {"moved": f"{fmean(watch.shares):.4f}" if watch.shares else "-"}
-    return {**row, "mebibytes": watch.bytes / 2**20, "speed": watch.tokens / watch.seconds}
+    return {**row, "speed": watch.tokens / watch.seconds}
 
 
 def plan() -> list[tuple[str, str, int]]:

@@ -41,6 +41,5 @@ QUANTISED = {
     "last k3": "{k3_last:.2g}",
     "tensors unmoved": "{unmoved}",
     "numbers moved": "{moved}",
-    "engine, MiB": "{mebibytes:.2f}",
     "tokens per second": "{speed:.0f}",
 }
