@@ -218,16 +218,17 @@ def test_float16_is_on_both_sides(train):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_sampler_is_of_eight_bits(train):
-    engine = '{"quantization": "fp8_per_channel", "enforce_eager": true}'  # vLLM has no other kernel for a CPU
+    engine = "{quantization: fp8_per_channel, dtype: bfloat16}"  # vLLM has no other kernel for a CPU
     try:
         trainer = train("grpo/fp8.yaml", "--log_completions", "false", "--rollout_engine_kwargs", engine)
     except ValueError as error:
+        if "has no kernel" not in str(error):
+            raise
         pytest.skip(str(error))
     assert trainer._about["quantization"] == "fp8_per_channel"
     rows = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(rows) == 2
     assert 0 < rows[0]["rollout_corr/k3_kl"] < 0.1
-    assert "rollout_corr/quantised_unmoved" in rows[1]
 
 
 @pytest.mark.vllm

@@ -268,15 +268,16 @@ def sharing_engines():
     engine_class, engines = vllm_generation.LLM, {}
 
     def shared(model: str, *, dtype: str = "float32", **options):
-        if (model, dtype) not in engines:
+        key = model, dtype, options.get("quantization")
+        if key not in engines:
             if not torch.distributed.is_initialized():
                 os.environ["MASTER_PORT"] = str(free_port())
             # blocks of the cache: else it is a gigabyte
             small = {"max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
             options = {**options, **small, "dtype": dtype, "enforce_eager": True}
             with torch.random.fork_rng():  # the first trainer draws what the others draw
-                engines[model, dtype] = engine_class(model, **options)
-        return engines[model, dtype]
+                engines[key] = engine_class(model, **options)
+        return engines[key]
 
     vllm_generation.LLM = shared
     try:
