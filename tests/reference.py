@@ -152,6 +152,7 @@ def policy_metrics(sequences):
         "ppl_ratio": statistics.fmean(math.exp(min(x, 60)) for x in gap),
         "kl": -statistics.fmean(flat),
         "k3_kl": statistics.fmean(math.exp(min(x, 60)) - 1 - x for x in flat),
+        "bit_equal": sum(t == r for row in rows for t, r in row) / len(flat),
         "chi2_token": statistics.fmean(math.exp(2 * clip(x)) for x in flat) - 1,
         "chi2_seq": statistics.fmean(math.exp(2 * clip(sum(row))) for row in d) - 1,
     }

@@ -32,6 +32,7 @@ HEALTHY_WINDOW = {
     "chi2_seq": 3.0,
     "effective_lr": 0.97,
     "nonfinite_fraction": 0.0,
+    "bit_equal": 1.0,
     "staleness_max": 4.0,
 }
 WEIGHTS = {
@@ -53,6 +54,7 @@ ILL = {
     "k3_corrected": ({}, {"k3_kl": 0.031, "kl": 0.031}, {"k3_kl": 0.029, "kl": 0.029}),
     "k3_uncorrected": (DISABLED, {"k3_kl": 0.016, "kl": 0.016}, {"k3_kl": 0.014, "kl": 0.014}),
     "biased_ratio": ({}, {"kl": 0.02, "k3_kl": 0.0006}, {"kl": 0.0104, "k3_kl": 0.0006}),
+    "bit_equal": ({"rollout_monitor_bounds": {"bit_equal": 1.0}}, {"bit_equal": 0.999}, {"bit_equal": 1.0}),
     "staleness": ({}, {"staleness_max": 17.0}, {"staleness_max": 16.0}),
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
     "weight_mean_high": (SEQUENCE, {"rollout_is_mean": 2.1}, {"rollout_is_mean": 1.9}),

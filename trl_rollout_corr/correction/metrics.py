@@ -162,6 +162,7 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     """Sums of both policies."""
     d = tokens.log_ratio
     c.add("d", d)
+    c.add("equal", tokens.valid * (d == 0))
     gap, train_nll = -c.sums["d"] / c.divisors, -tokens.train_logps.sum(-1, keepdim=True) / c.divisors
     c.add("gap", gap)
     logs = torch.cat([train_nll, train_nll - gap, gap], -1).clamp_(max=LARGEST_POWER)
@@ -212,6 +213,7 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
         "ppl_ratio": divide(s["ppl_ratio"], rows),
         "log_ppl_diff": divide(s["gap"], rows),
         "nonfinite_fraction": divide(s["nonfinite"], s["mask_tokens"]),
+        "bit_equal": divide(s["equal"], tokens),
         "effective_lr": divide(s["coefficients"], tokens),
     }
 

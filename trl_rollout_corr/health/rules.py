@@ -110,6 +110,15 @@ RULES = [
         covers=("k3_corrected",),
     ),
     _rule(
+        "bit_equal",
+        key="bit_equal",
+        limit=0.0,
+        below=True,
+        seen="A share of {value:.6g} of the tokens has bit-equal log-probabilities, below {limit:g}.",
+        why="A sampler with older weights than the trainer's differs too.",
+        advice="`trl-rollout-corr probe` splits the gap of a fresh sampler into parts.",
+    ),
+    _rule(
         "staleness",
         key="staleness_max",
         limit=16.0,
