@@ -17,6 +17,7 @@ import pytest
 import requests
 import torch
 from accelerate import PartialState
+from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from tests.asynchronous import WorkerHere, build_ours, parts_for_a_cpu
@@ -24,6 +25,7 @@ from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
 from tests.training import messages
+from trl_rollout_corr.arrival.server import check_patterns
 from trl_rollout_corr.dumps.reading import open_dump
 
 
@@ -110,6 +112,15 @@ def assert_nothing_is_left(port: int, *texts: str):
             return
         time.sleep(0.5)
     pytest.fail(f"left: {left}, port {port} {'answers' if listening else 'is free'}")
+
+
+def test_an_adapter_that_the_server_would_scale_wrongly_is_refused(chat_model, tmp_path):
+    plain = LoraConfig(r=4, lora_alpha=8)
+    with serving(chat_model, tmp_path / "log", "--enable-lora", *LIMITS, **SERVER) as url:
+        check_patterns(url, plain)
+        for pattern in ({"rank_pattern": {"q_proj": 8}}, {"alpha_pattern": {"q_proj": 16}}):
+            with pytest.raises(ValueError, match=rf"`{next(iter(pattern))}=.*wrong scale.* The server has vLLM 0\.31"):
+                check_patterns(url, LoraConfig(r=4, lora_alpha=8, **pattern))
 
 
 @pytest.mark.parametrize("recipe", ["token_is", "lora"])

@@ -1,12 +1,23 @@
 """Arguments of vLLM's engine that TRL has no field for."""
 
+import sys
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from tests.launching import run
 from tests.training import VLLM, build
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectionConfig
+from trl_rollout_corr import (
+    RolloutCorrectedGRPOConfig,
+    RolloutCorrectedGRPOTrainer,
+    RolloutCorrectedRLOOConfig,
+    RolloutCorrectionConfig,
+)
 from trl_rollout_corr.recording.run_metadata import check_types, engine_metadata
 from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs
+from trl_rollout_corr.trainers.trl_checks import check_shared_process
 
 
 pytestmark = pytest.mark.vllm
@@ -62,3 +73,61 @@ def test_arguments_reach_the_engine(tiny_model_path, tmp_path):
     assert engine_metadata(config) == types
     assert trainer._observer.dump is None
     trainer.train()
+
+
+SHARED = {"use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu": True}
+BREAKS = """
+import sys
+from trl import GRPOConfig, GRPOTrainer
+from tests.tiny import length_reward, prompts
+trainer = GRPOTrainer(
+    sys.argv[1], length_reward, train_dataset=prompts(8), args=GRPOConfig(
+        sys.argv[2], use_vllm=True, vllm_mode="colocate", vllm_model_impl=sys.argv[3], bf16=False, use_cpu=True,
+        report_to=[], max_steps=1, per_device_train_batch_size=4, num_generations=4, max_completion_length=4,
+        vllm_max_model_length=64))
+ids = trainer.processing_class("12", return_tensors="pt").input_ids
+print(trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids.ne(-1).long(), 1)[0].shape)
+"""
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+def test_what_breaks_the_trainer_in_the_process_of_both_is_refused(tmp_path, monkeypatch, config_class):
+    fields = {"output_dir": str(tmp_path), **SHARED}
+    with pytest.raises(ValueError, match=r"`vllm_model_impl` is 'transformers' .*forward pass of the trainer fails"):
+        config_class(**fields, vllm_model_impl="transformers")
+    config_class(**{**fields, "vllm_mode": "server"}, vllm_model_impl="transformers")
+    for value, refused in (("0", False), ("1", True)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        with (
+            pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT is set, .* on a CPU") if refused else nullcontext()
+        ):
+            config_class(**fields)
+    config_class(**{**fields, "vllm_mode": "server"})
+
+
+def test_batch_invariance_warns_on_an_older_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    config = RolloutCorrectedGRPOConfig(**{"output_dir": str(tmp_path), **SHARED, "vllm_mode": "server"})
+    config.vllm_mode, config.use_cpu = "colocate", False
+    for name in ("torch.accelerator.is_available", "torch.cuda.is_available"):
+        monkeypatch.setattr(name, lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
+    with pytest.warns(UserWarning, match="^Perhaps the first backward pass will fail.*never run"):
+        check_shared_process(config)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_shared_process(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("implementation", "environment", "error"),
+    [("transformers", {}, "do_not_compile"), ("vllm", {"VLLM_BATCH_INVARIANT": "1"}, "Error")],
+)
+def test_trl_and_vllm_fail_where_a_setting_is_refused(tiny_model_path, tmp_path, implementation, environment, error):
+    """Once this fails, vLLM has changed, and the refusal can go."""
+    command = [sys.executable, "-c", BREAKS, tiny_model_path, str(tmp_path), implementation]
+    process = run(*command, **environment)
+    assert process.returncode != 0, process.stdout
+    assert error in process.stderr.strip().splitlines()[-1]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import requests
 import torch
+from packaging.version import Version
 
 from ..messages import notify
 
@@ -22,6 +23,7 @@ MOVED = 0.05  # nats per token, smallest movement of the trainer that a server m
 SHARE = 0.1  # of the trainer's movement, below which a server stands still
 SPARSE = 8  # pushes between looks, at most
 MOST = 8  # completions of the fixed text
+PATTERNS = "0.32"  # release of vLLM that reads `rank_pattern` and `alpha_pattern` of an adapter
 EXTENSION = "trl_rollout_corr.arrival.worker.PackingWorker"
 SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
 
@@ -239,6 +241,35 @@ class AdapterCheck:
                 f"{step}, the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. "
                 f"It has {', '.join(sorted(there)) or 'none'}. {SEE}"
             )
+
+
+def served_adapter(model: Any) -> Any:
+    """The `LoraConfig` of the adapter of a PEFT model that trains."""
+    return model.peft_config[model.active_adapters[0]]
+
+
+def check_patterns(url: str, adapter: Any) -> None:
+    """
+    Refuse an adapter with ranks or scales for single layers, where the vLLM server at `url` would serve it with one scale.
+    `adapter` is its `LoraConfig`.
+    """
+    patterns = {name: x for name in ("rank_pattern", "alpha_pattern") if (x := getattr(adapter, name, None))}
+    if not patterns:
+        return
+    response = requests.get(f"{url}/version", timeout=60)
+    known = response.json()["version"] if response.ok else None
+    if known is not None and Version(Version(known).base_version) >= Version(PATTERNS):
+        return
+    listed = " and ".join(f"`{name}={x!r}`" for name, x in patterns.items())
+    message = (
+        f"The adapter has {listed}, and a vLLM before {PATTERNS} multiplies all layers of an adapter that it serves by "
+        "`lora_alpha / r`, so that these layers get a wrong scale without a word. Install a newer vLLM on the server, remove "
+        "the patterns, or start the server without `--enable-lora`: the adapter is then merged, which is right."
+    )
+    if known is None:
+        notify(f"The server at {url} does not tell its version, so this may not concern it. {message}")
+    else:
+        raise ValueError(f"{message} The server has vLLM {known}.")
 
 
 def _hash_of(folder: Path) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from ..arrival.server import read_configuration
+from ..arrival.server import check_patterns, read_configuration, served_adapter
 from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..recording.observer import CorrectedBatch
 from ..recording.run_metadata import check_types, engine_metadata
@@ -124,6 +124,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             drain_at_stop(self.rollout_worker)
         self._pushes = PushesToServer(self)
+        if self._pushes.is_adapter and self._pushes.server is not None:
+            check_patterns(self._pushes.server, served_adapter(self._bare(self.model)))
         self._set_up_observer()
 
     def _metadata(self) -> dict[str, str]:

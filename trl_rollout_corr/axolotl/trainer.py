@@ -2,6 +2,7 @@
 
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
+from ..arrival.server import check_patterns, served_adapter
 from ..trainers.batches import TAGS
 from ..trainers.grpo import RolloutCorrectedGRPOTrainer
 
@@ -14,3 +15,11 @@ class RolloutCorrectedAxolotlTrainer(RolloutCorrectedGRPOTrainer, AxolotlGRPOTra
     """
 
     _tag_names = [*AxolotlGRPOTrainer._tag_names, *TAGS]
+
+    def _set_up_observer(self) -> None:
+        super()._set_up_observer()
+        served = getattr(
+            self.args, "vllm_lora_sync", False
+        )  # Axolotl's field: the server loads the adapter from files
+        if served and self.accelerator.is_main_process:
+            check_patterns(self.vllm_generation.vllm_client.base_url, served_adapter(self._bare(self.model)))

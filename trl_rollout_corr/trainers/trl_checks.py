@@ -5,8 +5,11 @@ Each check is a function of a configuration. It raises a `ValueError` about sett
 settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
@@ -170,6 +173,33 @@ def check_routing(config: Any) -> None:
         raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
 
 
+def check_shared_process(config: Any) -> None:
+    """Refuse what breaks the trainer in the process that it shares with vLLM. If that is not certain, warn."""
+    if not config.use_vllm or config.vllm_mode != "colocate":
+        return
+    if config.vllm_model_impl == "transformers":
+        raise ValueError(
+            "`vllm_model_impl` is 'transformers' with `vllm_mode='colocate'`: vLLM then changes the class of the model in "
+            "Transformers, and the forward pass of the trainer fails in the same process (`'LlamaModel' object has no "
+            "attribute 'do_not_compile'`). Set `vllm_model_impl` to 'vllm' or 'auto', or `vllm_mode` to 'server', and start "
+            "the server with `--model-impl transformers`."
+        )
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0"):
+        return
+    remedy = "Unset it, or set `vllm_mode` to 'server', and set the variable for the server alone."
+    if config.use_cpu or not torch.accelerator.is_available():
+        raise ValueError(
+            "The environment variable VLLM_BATCH_INVARIANT is set, which ends vLLM with an error on a CPU: its kernels need a "
+            f"GPU. {remedy}"
+        )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 8:
+        warn(
+            "Perhaps the first backward pass will fail: the environment variable VLLM_BATCH_INVARIANT is set, and on a GPU of "
+            "compute capability 8 vLLM then replaces operators of PyTorch, `linear` among them, in the whole process, which "
+            f"the trainer shares. According to vLLM's source, they have no gradient; this was never run. {remedy}"
+        )
+
+
 def check_support(config: Any) -> None:
     """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
     if config.settings.rollout_support is None or not config.use_vllm:
@@ -278,7 +308,14 @@ def check_asynchronous(config: Any) -> None:
 
 
 # In the order in which a user learns of them: what is refused comes first
-_OF_SAMPLING = [check_generation_kwargs, check_routing, check_support, warn_about_engine_kwargs, warn_about_distortion]
+_OF_SAMPLING = [
+    check_shared_process,
+    check_generation_kwargs,
+    check_routing,
+    check_support,
+    warn_about_engine_kwargs,
+    warn_about_distortion,
+]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
     "grpo": [
         check_loss_type,
