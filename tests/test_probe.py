@@ -2,140 +2,187 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks, free_port, run
-from tests.tiny import StaleSampler, build_model_with_code
-from tests.training import build, build_with_dropout, plain_model, policy_logps
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from tests.tiny import build_model_with_code
+from tests.training import build_with_dropout
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.arrival.worker import push
-from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, read_tokens
-from trl_rollout_corr.diagnosis.evidence import FLOOR, Evidence
-from trl_rollout_corr.probe.command import (
-    EXPERIMENTS,
-    Result,
-    _speaking,
-    _with_confirmed,
-    _with_engine,
-    as_text,
-    engines_to_try,
-    judge,
-    own_noise,
-    results_of,
+from trl_rollout_corr.diagnosis import read_tokens
+from trl_rollout_corr.probe.parts import (
+    BODY,
+    CACHE,
+    CHAIN,
+    DECODING,
+    DROPOUT,
+    HEAD,
+    KERNELS,
+    MICRO_BATCH,
+    OPTIONS,
+    PADDING,
+    PUSH,
+    QUANTISATION,
+    chain_of,
+    diagnose_parts,
+    k3,
+    split,
+    write_parts,
 )
+from trl_rollout_corr.probe.trials import FLOAT32, HEADS, PLAIN, SERVED, Scored, candidates, judged, write_trials
 
 
-with benchmarks("diagnose") as load_module:
-    faults = load_module("faults")
-    int4 = faults.models.int4
+with benchmarks(".") as load_module:
+    shares = load_module("shares")
 
-# What outcomes mean -------------------------------------------------------------------------------------------------------
+# Parts --------------------------------------------------------------------------------------------------------------------
 
-
-def finding(name: str, certainty: float = 0.8, share: float = 1.0) -> Finding:
-    return Finding(name, certainty, share, Evidence(1.0, share, {"gap": 0.05}, "|d| is {gap}"))
-
-
-def diagnosis(*findings: Finding, size: float = 0.05) -> Diagnosis:
-    verdict = "found" if findings else "unknown" if size >= FLOOR else "nothing"
-    return Diagnosis(verdict, [*findings], size, size**2 / 2, 1.0, 3000, 64)
+FACTS = {"engine_kwargs": {}, "colocated": True, "options": []}
+SIZES = {
+    "as_it_is": 0.0, "dropout_off": 0.1, "one_row": 0.0, "alone": 0.02, "head": 0.05, "body": 0.03,
+    "sampler_float32": 0.001, "sampler_body": 0.03, "sampler_loaded": 0.05, "sampler_pushed": 0.15, "sampled": 0.01,
+}  # fmt: skip
 
 
-def names(found: Diagnosis) -> list[str]:
-    return [finding.name for finding in found.findings]
+def nodes(n=40_000, seed=0, **sizes):
+    """A chain whose steps are noise of a known size, and the square of each part's size in half: its `k3`."""
+    dice, here, found = np.random.default_rng(seed), np.zeros(n), {}
+    for node, size in {**SIZES, **sizes}.items():
+        here = here - size * dice.standard_normal(n)
+        found[node] = here.astype(np.float32)
+    return found
+
+
+def by_name(parts):
+    return {part.names: part for part in parts}
+
+
+def test_parts_add_up_and_each_has_the_size_that_was_put_in():
+    chain = nodes()
+    parts = split(chain, {}, chain_of(FACTS, low=True))
+    d = chain["as_it_is"].astype(float) - chain["sampled"]
+    assert sum(part.k3 for part in parts) == pytest.approx(k3(d).mean(), rel=1e-9)
+    assert sum(part.unequal for part in parts) == pytest.approx((d != 0).mean(), rel=1e-9)
+    found = by_name(parts)
+    put_in = {DROPOUT: 0.1**2, PADDING: 0.02**2, HEAD: 2 * 0.05**2, BODY: 2 * 0.03**2, PUSH: 0.15**2}
+    for name, square in put_in.items():
+        assert found[name,].k3 == pytest.approx(square / 2, rel=0.1, abs=1e-5), name
+    assert found[MICRO_BATCH,].equal == 1.0
+    assert found[MICRO_BATCH,].k3 == found[MICRO_BATCH,].unequal == 0.0
+    assert found.keys() == {(name,) for name in (*put_in, MICRO_BATCH, KERNELS, DECODING)}
+
+
+def test_a_part_that_another_one_undoes_gets_nothing():
+    """A rounding of both sides that is the same is no gap, although each side has it."""
+    chain = nodes(sampler_body=0.0, head=0.0, sampler_loaded=0.0)
+    shift = chain["alone"] - chain["body"]
+    for node in ("sampler_body", "sampler_loaded", "sampler_pushed", "sampled"):
+        chain[node] = chain[node] + shift
+    body = by_name(split(chain, {}, chain_of(FACTS, low=True)))[BODY,]
+    assert body.k3 == pytest.approx(0.0, abs=1e-8)
+    assert body.equal > 0.4
+
+
+def test_what_cannot_be_measured_is_a_part_together_with_the_next_one():
+    chain = nodes()
+    del chain["body"], chain["sampler_float32"]
+    reasons = {"body": "no memory", "sampler_float32": "no memory"}
+    parts = split(chain, reasons, chain_of(FACTS, low=True))
+    assert by_name(parts)[BODY, KERNELS].reason == "no memory"
+    assert (
+        "Not measured one by one: precision of the body, other modules and kernels of vLLM. no memory"
+        in write_parts(parts)
+    )
+    server = {node: logps for node, logps in chain.items() if not node.startswith("sampler_")}
+    reasons |= {node: "a server" for node in CHAIN if node.startswith("sampler_")}
+    parts = split(server, reasons, chain_of({**FACTS, "colocated": False}, low=True))
+    assert {KERNELS, PUSH, DECODING} <= {*parts[-1].names}
+    assert sum(part.k3 for part in parts) == pytest.approx(sum(part.k3 for part in split(nodes(), {}, CHAIN)))
 
 
 @pytest.mark.parametrize(
-    ("name", "after", "says"),
+    ("kwargs", "low", "loaded"),
     [
-        ("dropout_off", 0.01, "confirms"),
-        ("dropout_off", 0.03, ""),
-        ("dropout_off", 0.05, "rules out"),
-        ("float32_trainer", 0.01, "confirms"),
-        ("float32_trainer", 0.05, ""),  # the sampler may round as well
+        ({}, False, KERNELS),
+        ({}, True, HEAD),
+        ({"kv_cache_dtype": "fp8"}, True, CACHE),
+        ({"quantization": "fp8"}, True, QUANTISATION),
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, False, CACHE),
     ],
 )
-def test_what_becomes_of_the_gap_speaks_for_or_against(name, after, says):
-    assert Result(name, 0.05, after).says == says
+def test_the_engine_of_the_run_stands_where_its_arguments_differ(kwargs, low, loaded):
+    chain = chain_of({**FACTS, "engine_kwargs": kwargs, "options": ["top_p"]}, low=low)
+    assert (chain["sampler_loaded"], chain["sampled"]) == (loaded, OPTIONS)
+    assert "sampler_decoding" not in chain_of(FACTS, low=low)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [(0.05, 0.034, "confirms"), (0.05, 0.04, ""), (0.04, 0.03, ""), (0.04, 0.038, "rules out")],
-)
-def test_down_to_the_trainers_own_noise_is_all_there_is_to_go(before, after, says):
-    assert Result("whole_distribution", before, after, noise=0.03).says == says
+def test_the_diagnosis_follows_the_parts(tmp_path):
+    make_dump(tmp_path)
+    parts = split(nodes(dropout_off=0.0, sampler_pushed=0.0), {}, chain_of(FACTS, low=True))
+    body, other = ([part._replace(k3=part.k3 * (part.name == name)) for part in parts] for name in (BODY, DECODING))
+
+    def found(parts, d=None):
+        observed = read_tokens(tmp_path)
+        observed.d[:] = observed.d if d is None else d
+        return [finding.name for finding in diagnose_parts(observed, parts).findings]
+
+    assert found(body) == ["rounding"]
+    assert found(other) == []
+    unknown = np.where(np.arange(len(read_tokens(tmp_path))) % 2, 0.05, -0.05)
+    assert found(other, unknown) == []
+    assert found(body, unknown) == ["rounding"]  # which the tokens do not show
 
 
-def test_without_a_gap_nothing_is_said():
-    outcome = Result("dropout_off", FLOOR / 2, FLOOR / 200)
-    assert (outcome.says, _speaking([outcome])) == ("", ({}, set()))
+# Settings -----------------------------------------------------------------------------------------------------------------
+
+LOW = {"trainer_dtype": "bfloat16", "sampler_dtype": "bfloat16"}
+RUN = {
+    **FACTS, "about": LOW, "device": "cuda", "casts": True, "attention": "sdpa", "micro_batch": 8, "accumulation": 2,
+    "costs": {"as_it_is": {"seconds": 2.0, "weights": 2**20, "size": 2**18}, "one_row": {"seconds": 6.0},
+              "sampler": {"seconds": 1.0, "room": 1000}}, "reasons": {},
+}  # fmt: skip
 
 
-def told(marks: Diagnosis, *outcomes: Result) -> list[str]:
-    confirming, _ = _speaking(outcomes)
-    return names(_with_confirmed(marks, confirming))
+def test_settings_are_those_that_differ_from_the_run():
+    tried = candidates(RUN, quick=False)
+    assert tried[HEADS] == {
+        "cast_lm_head_to_fp32": True, "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32"}},
+    }  # fmt: skip
+    assert tried[FLOAT32]["rollout_engine_kwargs"] == {"dtype": "float32"}
+    assert {
+        "attention of the trainer: eager",
+        "cache in 8 bits",
+        "weights of the sampler in 8 bits",
+        SERVED,
+    } <= tried.keys()
+    assert candidates(RUN, quick=True).keys() < tried.keys()
+    assert HEADS not in candidates({**RUN, "casts": False}, quick=True)  # RLOO: one side alone makes it worse
+    whole = {"trainer_dtype": "float32", "sampler_dtype": "float32"}
+    assert candidates({**RUN, "about": whole}, quick=True) == {}
+    cached = candidates({**RUN, "engine_kwargs": {"kv_cache_dtype": "fp8", "seed": 1}}, quick=True)
+    assert cached[PLAIN] == {"rollout_engine_kwargs": {"seed": 1}}
+    of_sampler = candidates({**RUN, "about": {**whole, "sampler_dtype": "bfloat16"}}, quick=True)
+    assert {*of_sampler[HEADS]} == {*of_sampler[FLOAT32]} == {"rollout_engine_kwargs"}
 
 
-def test_what_an_experiment_confirms_comes_first():
-    marks = diagnosis(finding("weights"), finding("last_token", share=0.3))
-    cache = Result("cache_of_the_model", 0.05, 0.005)
-    assert told(marks, cache) == ["kv_cache"]  # beside which the others explain nothing
-    assert told(marks, cache._replace(after=0.024)) == ["kv_cache", "weights"]
-    found = _with_confirmed(marks, {"kv_cache": cache})
-    assert (found.findings[0].share, found.findings[0].certainty) == (pytest.approx(0.99), 0.99)
-    assert told(marks, Result("dropout_off", 0.05, 0.03)) == ["weights", "last_token"]
-
-
-def test_the_narrower_of_two_changes_is_believed():
-    outcomes = [Result("float32_head", 0.05, 0.004), Result("float32_trainer", 0.05, 0.001)]
-    assert told(diagnosis(finding("rounding")), *outcomes) == ["head"]
-    assert told(diagnosis(finding("rounding")), *outcomes[1:]) == ["rounding"]
-
-
-def test_what_an_experiment_rules_out_is_not_looked_for(tmp_path):
-    observed = read_tokens(faults.rewrite(make_dump(tmp_path / "dump"), tmp_path / "broken", "nan_rows"))
-    assert "nan_rows" in names(diagnose(observed))
-    assert "nan_rows" not in names(diagnose(observed, {"nan_rows"}))
-    assert _speaking([Result("batch_of_one", 0.05, 0.049)]) == ({}, {"padding"})
-
-
-def test_an_engine_is_started_only_for_what_is_open():
-    facts = {"sampler_dtype": "bfloat16", "sampler_head_dtype": "bfloat16", "kv_cache_dtype": "auto"}
-    both = ["float32_head_of_the_sampler", "float32_sampler"]
-    assert engines_to_try(diagnosis(), facts, []) == both  # unknown
-    assert engines_to_try(diagnosis(finding("weights")), facts, []) == both
-    assert engines_to_try(diagnosis(finding("rounding", 0.7)), facts, []) == both
-    assert engines_to_try(diagnosis(finding("rounding", 0.99)), facts, []) == []
-    assert engines_to_try(diagnosis(finding("truncation")), facts, []) == []
-    assert engines_to_try(diagnosis(size=FLOOR / 2), facts, []) == []
-    assert engines_to_try(diagnosis(), facts, [Result("dropout_off", 0.05, 0.001)]) == []
-    assert engines_to_try(diagnosis(), {**facts, "kv_cache_dtype": "fp8"}, []) == ["cache_of_the_model"]
-    assert engines_to_try(diagnosis(), {"sampler_dtype": "float32", "kv_cache_dtype": "auto"}, []) == []
-
-
-def test_a_server_is_not_started_again_for_an_experiment(tmp_path):
-    after, reason = _with_engine("cache_of_the_model", {}, tmp_path, "server")
-    assert after is None
-    assert reason == "This experiment needs another server that is started with {'kv_cache_dtype': 'auto'}."
-
-
-def test_the_table_has_the_gap_and_the_multiple():
-    outcomes = [
-        Result("dropout_off", 0.05, 0.02),
-        Result("float32_head_of_the_sampler", 0.05, None, "It needs another server."),
-        Result("float32_sampler", 0.05, 0.001),
-    ]
-    text = as_text(0.05, 0.01, outcomes, {"trainer_dtype": "float32", "sampler_dtype": "bfloat16"})
-    row = next(line for line in text.splitlines() if "no dropout in the trainer" in line)
-    assert row.split()[-6:] == ["0.02", "2", "16", "%", "for", "dropout"]
-    assert "Types: the trainer float32, the sampler bfloat16." in text
-    assert "Left out: a head of the sampler in float32. It needs another server." in text
+def test_the_fastest_of_the_smallest_gaps_is_the_one_to_paste():
+    first = Scored(nodes(dropout_off=0.0, sampler_pushed=0.0), RUN)
+    exact = Scored({**first.vectors, "as_it_is": first.vectors["sampler_loaded"]}, RUN)
+    slow = exact._replace(facts={**RUN, "costs": {**RUN["costs"], "sampler": {"seconds": 3.0, "room": 1}}})
+    tried = {"slow": ({"bf16": False}, slow), "fast": ({"fp16": True}, exact), "bad": ({}, "no kernel")}
+    trials = judged(first, tried)
+    assert [trial.change for trial in trials][-1] == "bad"
+    assert trials[0].k3 < trials[-2].k3 / 2
+    one = next(trial for trial in trials if trial.change == "micro-batches of one")
+    assert (one.settings["gradient_accumulation_steps"], one.trainer) == (16, 3.0)
+    text = write_trials(trials)
+    assert yaml.safe_load(text.splitlines()[-1]) == {"fp16": True}
+    assert "Left out: bad. no kernel" in text
+    assert "leave them as they are" in write_trials(judged(first, {}))
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------------
@@ -183,7 +230,7 @@ ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 def request(model, folder, *options, **fields):
     return {
         "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "prompts": None, "completions": 64,
-        "trainer": "grpo", "engine": {}, "experiments": True, "output": str(folder), **fields,
+        "length": 128, "trainer": "grpo", "settings": {}, "output": str(folder), **fields,
     }  # fmt: skip
 
 
@@ -233,7 +280,7 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     _, args, _ = read(request(tiny_model_path, tmp_path, **fields))
-    short = shortened(args, 63, {"kv_cache_dtype": "auto"})
+    short = shortened(args, 63, 128, {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}})
     assert short.per_device_train_batch_size == args.per_device_train_batch_size
     assert 63 <= short.generation_batch_size < 63 + 2 * args.per_device_train_batch_size
     assert (short.temperature, short.rollout_dump_dir, short.output_dir) == (args.temperature, None, str(tmp_path))
@@ -242,157 +289,112 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
         assert short.rollout_engine_kwargs["kv_cache_dtype"] == "auto"
 
 
-def test_arguments_of_an_engine_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
+def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
     from trl_rollout_corr.probe.configuration import read, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
-    short = shortened(args, 64, EXPERIMENTS["float32_head_of_the_sampler"][1].engine)
+    facts = {**RUN, "engine_kwargs": args.settings.rollout_engine_kwargs, "about": {**LOW, "trainer_dtype": "float32"}}
+    short = shortened(args, 64, 128, candidates(facts, quick=True)[HEADS])
     assert short.rollout_engine_kwargs == {
         "enforce_eager": True, "dtype": "float32", "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
     }  # fmt: skip
     assert args.settings.rollout_engine_kwargs["hf_overrides"] == {"rope_theta": 1.0}
-
-
-# What is changed on a trainer ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["weights", "autocast"])
-def half(request, tiny_model_path, tmp_path_factory):
-    """A trainer in bfloat16, by the type of its weights or by autocast, before its first step; and its first batches."""
-    from trl_rollout_corr.probe.process import Probe
-
-    fields = {"weights": {"model_init_kwargs": {"dtype": "bfloat16"}}, "autocast": {"bf16": True}}[request.param]
-    trainer = build(
-        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path_factory.mktemp("half"),
-        sampler=StaleSampler(tiny_model_path, noise=0.0, min_length=6), **fields,
-    )  # fmt: skip
-    trainer.vllm_generation = SimpleNamespace(generation_kwargs={})
-    probe = Probe(trainer)
-    return probe, probe.sample()
-
-
-def test_the_trainer_computes_in_float32_for_as_long_as_it_is_asked_to(half, tiny_model_path):
-    from trl_rollout_corr.probe.process import all_in_float32, head_in_float32
-
-    probe, batches = half
-    mask = [batch["completion_mask"].bool() for batch in batches]
-
-    def off(logps):
-        """From the model in float32, with the weights that the trainer has."""
-        weights = {name: p.detach().float() for name, p in probe.trainer.model.named_parameters()}
-        model = plain_model(tiny_model_path, weights)
-        with torch.no_grad():
-            right = [policy_logps(model, batch) for batch in batches]
-        return max((a - b)[m].abs().max().item() for a, b, m in zip(logps, right, mask, strict=True))
-
-    before = probe.score(batches)
-    with head_in_float32(probe.trainer):
-        head = probe.score(batches)
-    with all_in_float32(probe.trainer):
-        whole = probe.score(batches)
-    assert off(whole) < 1e-4 < 0.8 * off(before)
-    assert any((a != b)[m].any() for a, b, m in zip(head, before, mask, strict=True))
-    assert off(head) > 1e-4  # the layers still round
-    assert all(torch.equal(a, b) for a, b in zip(probe.score(batches), before, strict=True))
-
-
-def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
-    from trl_rollout_corr.probe.process import Probe, rescorings
-
-    trainer = build_with_dropout(tiny_model_path, tmp_path)
-    probe = Probe(trainer)
-    batches = probe.sample()
-    changes = rescorings(trainer, "float32")
-    assert list(changes) == ["dropout_off"]
-    with changes["dropout_off"](trainer):
-        once, twice = probe.score(batches), probe.score(batches)
-    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
-    once, twice = probe.score(batches), probe.score(batches)
-    assert not any(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+    short = shortened(args, 64, 128, {"model_init_kwargs": {"attn_implementation": "eager"}})
+    assert short.model_init_kwargs["attn_implementation"] == "eager"
 
 
 # A real sampler -----------------------------------------------------------------------------------------------------------
 
 
 def probed(model, folder, *options, **fields):
-    """A probe in this process. Returns the diagnosis, the experiments, and the tokens."""
-    from trl_rollout_corr.probe.process import build as build_probe
-    from trl_rollout_corr.probe.process import run as run_probe
+    """A probe in this process. Returns the diagnosis, the parts, and the tokens."""
+    from trl_rollout_corr.probe import process
 
     folder.mkdir()
-    probe = build_probe(request(model, folder, *options, **fields))
-    left_out = run_probe(probe, folder)
+    probe = process.build(request(model, folder, *options, **fields))
+    facts = {**process.run(probe, folder), **process.facts_of(probe)}
+    parts = split(dict(np.load(folder / "scores.npz")), facts["reasons"], chain_of(facts, low=False))
     observed = read_tokens(folder / "as_it_is")
-    outcomes = results_of(folder, observed, left_out)
-    return judge(observed, outcomes), {outcome.name: outcome for outcome in outcomes}, observed
+    return diagnose_parts(observed, parts), by_name(parts), observed
+
+
+def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
+    from trl_rollout_corr.arrival.server import without_dropout
+    from trl_rollout_corr.probe.process import Probe
+
+    trainer = build_with_dropout(tiny_model_path, tmp_path)
+    probe = Probe(trainer)
+    batches = probe.sample()
+    with without_dropout(trainer.model_wrapped):
+        once, twice, rows = probe.score(batches), probe.score(batches), probe.score_rows(batches)
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+    for a, b in zip(once, rows, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    once, twice = probe.score(batches), probe.score(batches)
+    assert not any(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
 
 @pytest.mark.vllm
 def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_path, shared_engine):
-    found, outcomes, observed = probed(tiny_model_path, tmp_path / "a", "--vllm_max_model_length", "64")
+    found, parts, observed = probed(tiny_model_path, tmp_path / "a", "--vllm_max_model_length", "64")
     assert found.verdict == "nothing"
-    assert outcomes.keys() == {"batch_of_one", "before_the_push"}
+    assert parts.keys() == {(name,) for name in (MICRO_BATCH, PADDING, KERNELS, PUSH, DECODING)}
+    assert parts[PUSH,].equal == 1.0  # the weights that were pushed are those of the files
     assert len(observed) > 100
-    noise = own_noise(observed)
-    assert noise is not None
-    assert observed.size < 100 * noise
-    assert observed.about["sampler_dtype"] == observed.about["trainer_dtype"] == "float32"
     with pytest.warns(UserWarning, match="top_p"):
-        found, outcomes, _ = probed(tiny_model_path, tmp_path / "b", "--top_p", "0.7")
-    assert names(found)[0] == "truncation"
-    assert outcomes["whole_distribution"].says == "confirms"
-    assert outcomes["batch_of_one"].says == "rules out"
-    found, _, observed = probed(
+        found, parts, observed = probed(tiny_model_path, tmp_path / "b", "--top_p", "0.7", "--temperature", "0.8")
+    assert found.findings[0].name == "truncation"
+    assert parts[DECODING, OPTIONS].k3 == pytest.approx(found.k3, rel=1e-3)
+    assert max(abs(part.k3) for names, part in parts.items() if OPTIONS not in names) < 1e-6 * found.k3
+    found, parts, observed = probed(
         tiny_model_path, tmp_path / "c", "--use_peft", "true", "--lora_dropout", "0", trainer="rloo"
     )
     assert (found.verdict, observed.about["adapter"], observed.about["experts"]) == ("nothing", "LORA", "none")
+    assert (DROPOUT,) not in parts
 
 
 @pytest.mark.vllm
-def test_a_push_that_spoils_weights_is_found(tiny_model_path, tmp_path, shared_engine, monkeypatch):
+def test_a_fault_of_known_size_is_found_alone_and_beside_another(tiny_model_path, tmp_path, shared_engine):
     from trl_rollout_corr.probe.process import build as build_probe
-    from trl_rollout_corr.probe.process import run as run_probe
 
-    probe = build_probe(request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64"))
-    generation = probe.trainer.vllm_generation
-    weights = [(name, int4(name, weight.detach())) for name, weight in probe.trainer.model.named_parameters()]
-    generation.sync_weights()
-    with monkeypatch.context() as patch:
-        patch.setattr(generation, "sync_weights", lambda: push(generation.llm, weights))
-        left_out = run_probe(probe, tmp_path)
-    generation.sync_weights()  # of all other tests
-    observed = read_tokens(tmp_path / "as_it_is")
-    outcomes = results_of(tmp_path, observed, left_out)
-    assert {outcome.name: outcome.says for outcome in outcomes}["before_the_push"] == "confirms"
-    assert names(judge(observed, outcomes))[0] == "weights"
+    fields = {"output": str(tmp_path), "completions": 256, "length": 32}
+    probe = build_probe({**request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64"), **fields})
+    whole, alone = shares.measured(probe, tmp_path, "push")
+    assert alone["push"] == pytest.approx(whole, rel=0.01)
+    assert abs(alone["padding"]) < 1e-3 * whole
+    _, both = shares.measured(probe, tmp_path, "push", "truncation")
+    assert both["push"] == pytest.approx(whole, rel=0.3)
+    assert both["truncation"] > 0.1 * both["push"]
+    assert abs(both["dropout"]) + abs(both["padding"]) < 1e-3 * whole
+    probe.trainer.vllm_generation.sync_weights()  # of all other tests
 
 
 def command(model, *options) -> tuple[int, str, str]:
-    process = run(sys.executable, "-m", "trl_rollout_corr", "probe", str(model), *options)
+    process = run(sys.executable, "-m", "trl_rollout_corr", "probe", str(model), "--quick", *options)
     return process.returncode, process.stdout, process.stderr
-
-
-FLOAT32 = ("--rollout_engine_kwargs", '{"dtype": "float32"}')
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_command(tiny_model_path, tmp_path):
-    code, out, err = command(tiny_model_path, *FLOAT32)
+    code, out, err = command(tiny_model_path)
     assert code == 0, err
-    assert out.startswith("Nothing to correct.")
-    assert "the trainer scores one by one, without padding" in out
+    assert "Where the gap comes from" in out
+    assert {*yaml.safe_load(out.splitlines()[-1])} == {
+        "rollout_engine_kwargs"
+    }  # the sampler in float32, as the trainer
+    assert "Probe: starting both again: float32 on both sides" in err
     recipe = tmp_path / "recipe.yaml"
     cache = "rollout_engine_kwargs: {dtype: float32, kv_cache_dtype: fp8}"
     recipe.write_text((ROOT / "recipes" / "grpo" / "cpu.yaml").read_text() + f"{cache}\n")
-    options = ("--json", "--config", str(recipe), "--vllm_max_model_length", "256")
-    code, out, err = command(tiny_model_path, *options)
+    code, out, err = command(tiny_model_path, "--json", "--config", str(recipe), "--vllm_max_model_length", "256")
     assert code == 1, err
     document = json.loads(out)
     assert document["causes"][0]["cause"] == "kv_cache"
-    experiments = {x["experiment"]: x for x in document["experiments"]}
-    assert experiments["cache_of_the_model"]["says"] == "confirms"
+    parts = {tuple(part["names"]): part["k3"] for part in document["parts"]}
+    assert parts[CACHE,] > 0.9 * sum(parts.values())
+    assert document["settings"][0]["change"] == PLAIN
     code, out, err = command("nobody/nothing")
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("nobody/nothing: ")

@@ -218,9 +218,9 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--completions",
         type=int,
         metavar="N",
-        default=64,
-        help="smallest number of completions, of at most 128 tokens each (default: 64)",
+        help="smallest number of completions (default: 64 of at most 128 tokens, with --quick 16 of at most 32)",
     )
+    command.add_argument("--quick", action="store_true", help="take fewer completions, and try fewer settings")
     command.add_argument(
         "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the run (default: grpo)"
     )
@@ -262,7 +262,10 @@ def _diagnose(args: argparse.Namespace) -> str:
 def _probe(args: argparse.Namespace) -> str:
     from .probe.command import probe
 
-    run = {name: getattr(args, name) for name in ("model", "config", "options", "prompts", "completions", "trainer")}
+    run = {
+        name: getattr(args, name)
+        for name in ("model", "config", "options", "prompts", "completions", "trainer", "quick")
+    }
     text, healthy = probe(run, as_json=args.json)
     args.code = 0 if healthy else 1
     return text

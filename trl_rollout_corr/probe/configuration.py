@@ -29,7 +29,6 @@ PROMPTS = (
     "Translate 'good morning' into Spanish.",
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
-_LENGTH = 128  # tokens of a completion, unless the run has shorter ones
 _CONTEXT = 1024  # tokens that the engine has room for, more than the prompts take
 _PATIENCE = 5.0  # seconds in which a server that is there answers
 # A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
@@ -63,8 +62,8 @@ def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig
     return trainer_class, args, model_args
 
 
-def shortened(args: Config, completions: int, engine: Mapping[str, Any]) -> Config:
-    """The run with one batch of at least so many completions, and with these arguments of the engine besides its own."""
+def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
+    """The run with one batch of at least so many completions of at most `length` tokens, and with other `settings`."""
     size = min(args.per_device_train_batch_size, completions)
     batches = -(-completions // size)
     batches += batches * size % 2  # two completions for each prompt
@@ -75,7 +74,7 @@ def shortened(args: Config, completions: int, engine: Mapping[str, Any]) -> Conf
         "gradient_accumulation_steps": batches,
         "num_generations": 2,
         "num_iterations": 1,
-        "max_completion_length": min(args.max_completion_length or _LENGTH, _LENGTH),
+        "max_completion_length": min(args.max_completion_length or length, length),
         # the rest has no part in the gap
         "max_steps": 1,
         "beta": 0.0,
@@ -94,9 +93,10 @@ def shortened(args: Config, completions: int, engine: Mapping[str, Any]) -> Conf
     if args.vllm_mode == "colocate":
         # compiling for a CPU would take longer than everything else
         eager = {"enforce_eager": True} if args.device.type == "cpu" else {}
-        kwargs: dict[str, Any] = {**eager, **(args.settings.rollout_engine_kwargs or {})}
-        both = {name: {**kwargs[name], **engine[name]} for name in engine if isinstance(kwargs.get(name), dict)}
-        wanted["rollout_engine_kwargs"] = {**kwargs, **engine, **both} or None
+        given = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs)
+        wanted["rollout_engine_kwargs"] = {**eager, **(given or {})} or None
+    init = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
+    wanted = {**settings, **wanted, "model_init_kwargs": init}
     fields = {field.name for field in dataclasses.fields(args) if field.init}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the run, and said when it was read

@@ -1,44 +1,46 @@
 """
-The process of a probe that has the model: one trainer and one sampler, which begin to train as in the run and stop before the
-first step.
+A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step.
 
     python -m trl_rollout_corr.probe.process request.json
 
-It writes a dump of the sampled tokens and one for each counter-experiment, and `answer.json`. A request is the `run` of
-`probe` (`trl_rollout_corr/probe/command.py`), with `engine` (arguments besides those of the run), `experiments` (whether to
-make any) and `output` (a folder).
+The process samples, unless it is given tokens, and both sides score the tokens. It writes log-probabilities of all tokens as
+`scores.npz`, and `answer.json`. A request is the `run` of `probe` (`trl_rollout_corr/probe/command.py`) with `output` (a
+folder), `settings` (fields that differ from the run), and perhaps `tokens` (a file of another process) and `engine` (arguments
+of vLLM, for a sampler without a trainer).
 """
 
 import json
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import yaml
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import get_peft_config, get_quantization_config
+from trl.trainer.utils import split_tensor_dict
 
 from ..arrival.server import without_dropout
+from ..arrival.worker import reload
 from ..dumps.files import write_rows
 from ..dumps.rows import make_row, on_host
 from ..messages import SettingWarning
 from ..recording.keys import ROLLOUT_LOGPS
 from ..recording.run_metadata import dropout_of, settings_in_effect
-from ..trainers.trl_checks import TRUNCATION, distorting_options, neutral
+from ..trainers.trl_checks import distorting_options
 from .configuration import Config, Trainer, prompts_of, read, shortened
+from .parts import CHAIN
 
 
 Batch: TypeAlias = dict[str, torch.Tensor]
-# Settings that an experiment removes, from the configuration and from `generation_kwargs`
-_SAMPLING = {
-    "whole_distribution": TRUNCATION,
-    "no_penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
-}
+Tokens: TypeAlias = Sequence[tuple[list[int], list[int]]]  # prompt and completion of each sequence, without padding
+_LENGTH = 32  # tokens of a completion that are sampled to measure the time
 
 
 class _Prepared(Exception):
@@ -66,10 +68,10 @@ class Probe:
         self.inputs = next(iter(trainer.get_train_dataloader()))
         self.about = {"trainer": type(trainer).__name__, **trainer._metadata()}
 
-    def sample(self, *, push: bool = True) -> list[Batch]:
-        """Sample the first batch, with the trainer's weights or (`push=False`) the sampler's. Returns TRL's batches."""
+    def sample(self) -> list[Batch]:
+        """Push the weights and sample the first batch. Returns TRL's batches."""
         trainer = self.trainer
-        trainer._last_loaded_step = -1 if push else trainer.state.global_step
+        trainer._last_loaded_step = -1
         trainer._buffered_inputs = None
         trainer._prepare_inputs(self.inputs)
         batches: list[Batch] = trainer._buffered_inputs
@@ -79,6 +81,10 @@ class Probe:
         """Score batches as the loss does, `(B, T)` each."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             return [self.trainer._score_again(batch).float() for batch in batches]
+
+    def score_rows(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Score batches one sequence at a time, with the padding of the batch."""
+        return [torch.cat(self.score(split_tensor_dict(batch, len(batch["prompt_ids"])))) for batch in batches]
 
     def score_alone(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Score batches one sequence at a time, without padding."""
@@ -102,118 +108,132 @@ class Probe:
             rows += [make_row(sequence, step=1) for sequence in on_host(columns)]
         write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
 
-    def sampling_without(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
-        """The sampler without settings that distort its distribution."""
-        generation = self.trainer.vllm_generation
-        kwargs = {name: value for name, value in generation.generation_kwargs.items() if name not in names}
-        fields = {name: neutral(name) for name in names if hasattr(generation, name)}
-        return _replaced(generation, **fields, generation_kwargs=kwargs)
 
-
-# Changes of a trainer -----------------------------------------------------------------------------------------------------
+# The sampler --------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes with other values, and afterwards as before."""
-    before = {name: getattr(owner, name) for name in values}
+def _divided(llm: Any, temperature: float) -> Iterator[None]:
+    """Logits of given tokens divided by the temperature, as those of sampled tokens are; vLLM itself does not."""
+
+    def divide(model: Any) -> None:
+        plain = model.compute_logits
+        model.compute_logits = lambda *args, **kwargs: plain(*args, **kwargs).float() / temperature
+
+    def restore(model: Any) -> None:
+        del model.compute_logits
+
+    llm.apply_model(divide)
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        llm.apply_model(restore)
 
 
-@contextmanager
-def head_in_float32(trainer: Trainer) -> Iterator[None]:
-    """The head in float32, outside autocast. An embedding with the same weight is not changed."""
-    model = _causal_model(trainer)
-    head = model.get_output_embeddings()
+def prefill(llm: Any, tokens: Tokens, temperature: float) -> np.ndarray:
+    """Log-probabilities of the tokens of all completions, `(N,)`, which the engine reads as a part of the prompt."""
+    from vllm import SamplingParams
 
-    def in_float32(hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return torch.nn.functional.linear(hidden.float(), head.weight, head.bias)
-
-    tensors = {name: x for name in ("weight", "bias") if (x := getattr(head, name)) is not None}
-    copies = {name: torch.nn.Parameter(x.detach().float(), requires_grad=False) for name, x in tensors.items()}
-    with _replaced(head, **copies, forward=in_float32), _replaced(model, forward=model.forward):
-        with suppress(ImportError):  # a release of TRL without a fused head
-            from trl.trainer.utils import add_fused_lm_head
-
-            outputs = ("log_probs", "entropy")
-            add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=True, outputs=outputs)
-        yield
+    inputs = [{"prompt_token_ids": [*prompt, *completion]} for prompt, completion in tokens]
+    with nullcontext() if temperature == 1.0 else _divided(llm, temperature):
+        outputs = llm.generate(inputs, SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)
+    logps = [
+        given[token].logprob
+        for (prompt, completion), output in zip(tokens, outputs, strict=True)
+        for token, given in zip(completion, output.prompt_logprobs[len(prompt) :], strict=True)
+    ]
+    return np.array(logps, np.float32)
 
 
-@contextmanager
-def all_in_float32(trainer: Trainer) -> Iterator[None]:
-    """The whole model in float32, without autocast, which Accelerate puts around its forward pass, and TRL around its call."""
-    model: Any = trainer._bare(trainer.model)
-    forward = model.__dict__.get("_original_forward", model.forward)
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(trainer.accelerator, autocast=nullcontext))
-        stack.enter_context(_replaced(model, forward=forward))
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                stack.enter_context(_replaced(tensor, data=tensor.data.float()))
-        yield
+def cost(llm: Any, tokens: Tokens) -> dict[str, float]:
+    """Seconds to sample for all prompts, and tokens that the cache has room for."""
+    from vllm import SamplingParams
 
-
-def _causal_model(trainer: Trainer) -> Any:
-    """The model with the head, without its wrappers."""
-    model: Any = trainer._bare(trainer.model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def rescorings(trainer: Trainer, dtype: str) -> dict[str, Callable[[Trainer], AbstractContextManager[None]]]:
-    """Experiments that the trainer, which computes in `dtype`, can make alone: a context manager by name."""
-    model, low = _causal_model(trainer), dtype in ("bfloat16", "float16")
-    changes: dict[str, Callable[[Trainer], AbstractContextManager[None]]] = {}
-    if any(dropout_of(model)):
-        changes["dropout_off"] = lambda trainer: without_dropout(trainer.model_wrapped)
-    plain = type(model.get_output_embeddings()) is torch.nn.Linear  # neither quantized nor with an adapter
-    if low and plain and not getattr(trainer.args, "cast_lm_head_to_fp32", False):
-        changes["float32_head"] = head_in_float32
-    if low and not getattr(model, "is_quantized", False):
-        changes["float32_trainer"] = all_in_float32
-    return changes
+    params, start = SamplingParams(max_tokens=_LENGTH, ignore_eos=True), time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt, _ in tokens], params, use_tqdm=False)
+    seconds, cache = time.perf_counter() - start, llm.llm_engine.vllm_config.cache_config
+    return {"seconds": seconds, "room": cache.num_gpu_blocks * cache.block_size}
 
 
 # A request ----------------------------------------------------------------------------------------------------------------
 
 
-def run(probe: Probe, output: Path, *, experiments: bool = True) -> dict[str, str]:
+class Scores:
+    """Log-probabilities of the tokens of some batches, `(N,)` by name, seconds and bytes, and why some are missing."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches, self.masks = batches, [batch["completion_mask"].bool() for batch in batches]
+        self.vectors = {"sampled": self.flat([batch[ROLLOUT_LOGPS] for batch in batches])}
+        self.facts: dict[str, Any] = {"costs": {}, "reasons": {}}
+
+    def flat(self, logps: list[torch.Tensor]) -> np.ndarray:
+        return torch.cat([x[mask].float() for x, mask in zip(logps, self.masks, strict=True)]).cpu().numpy()
+
+    def add(self, name: str, score: Callable[[list[Batch]], list[torch.Tensor]]) -> list[torch.Tensor]:
+        say(f"the trainer scores: {name.replace('_', ' ')}")
+        start = time.perf_counter()
+        logps = score(self.batches)
+        self.vectors[name], seconds = self.flat(logps), time.perf_counter() - start
+        self.facts["costs"][name] = {"seconds": seconds}
+        return logps
+
+    def tokens(self) -> Tokens:
+        def of(batch: Batch, side: str) -> list[list[int]]:
+            masks = batch[f"{side}_mask"].bool()
+            return [ids[mask].tolist() for ids, mask in zip(batch[f"{side}_ids"], masks, strict=True)]
+
+        sides = [zip(of(batch, "prompt"), of(batch, "completion"), strict=True) for batch in self.batches]
+        return [pair for side in sides for pair in side]
+
+
+def run(probe: Probe, output: Path, batches: list[Batch] | None = None) -> dict[str, Any]:
     """
-    Sample and score without a change, and with each change that needs no other engine. Dumps are written to the folder:
-    `as_it_is`, and one for each experiment. Returns reasons why experiments were left out, by name.
+    Sample, unless there are batches, and score the tokens with both sides. Writes a dump of samples, and log-probabilities by
+    node of the chain. Returns facts for the answer.
     """
-    left_out: dict[str, str] = {}
-    if experiments and not getattr(probe.trainer.vllm_generation, "enable_sleep_mode", False):
-        batches = probe.sample(push=False)
-        probe.write(output / "before_the_push", batches, probe.score(batches))
-    batches = probe.sample()
-    again = probe.score_alone(batches)
-    probe.write(output / "as_it_is", batches, probe.score(batches), again)
-    if not experiments:
-        return left_out
-    probe.write(output / "batch_of_one", batches, again)
-    for name, change in rescorings(probe.trainer, probe.about["trainer_dtype"]).items():
-        try:
-            with change(probe.trainer):
-                probe.write(output / name, batches, probe.score(batches))
-        except torch.OutOfMemoryError:
-            left_out[name] = "Not enough memory."
-    # with `rollout_support`, the trainer scores over the tokens that are left
-    replayed = () if probe.run.settings.rollout_support is None else TRUNCATION
-    acting = distorting_options(probe.run).keys() - {*replayed}
-    for name, settings in _SAMPLING.items():
-        if acting & {*settings}:
-            with probe.sampling_without(settings):
-                other = probe.sample()
-                probe.write(output / name, other, probe.score(other))
-    return left_out
+    trainer, sampled = probe.trainer, batches is None
+    scores = Scores(probe.sample() if batches is None else batches)
+    as_it_is = scores.add("as_it_is", probe.score)
+    weights = {"weights": sum(x.nbytes for x in trainer.model.parameters()), "size": trainer.model.num_parameters()}
+    scores.facts["costs"]["as_it_is"] |= weights
+    if sampled:
+        torch.save(scores.batches, output / "tokens.pt")
+        again = scores.add("one_by_one", probe.score_alone)
+        probe.write(output / "as_it_is", scores.batches, as_it_is, again)
+    off = any(dropout_of(trainer._bare(trainer.model)))
+    with without_dropout(trainer.model_wrapped) if off else nullcontext():
+        if sampled and off:
+            scores.add("dropout_off", probe.score)
+        if sampled:
+            scores.add("one_row", probe.score_rows)
+        scores.add("alone", probe.score_alone)
+    _of_sampler(probe, scores, sampled)
+    np.savez(output / "scores.npz", allow_pickle=True, **scores.vectors)
+    return scores.facts
+
+
+def _of_sampler(probe: Probe, scores: Scores, sampled: bool) -> None:
+    """Score the tokens with the sampler, with the weights that were pushed and with those of its files."""
+    generation, reason = probe.trainer.vllm_generation, ""
+    if probe.trainer.vllm_mode == "server":
+        reason = "the sampler is a server, which no other configuration can be tried on"
+    elif generation.enable_sleep_mode:
+        reason = "`vllm_enable_sleep_mode` is true, so the engine has no weights between two samples"
+    elif probe.run.settings.rollout_support is not None:
+        reason = "with `rollout_support`, the trainer scores over the tokens that sampling kept, and vLLM over all"
+    if reason:
+        scores.facts["reasons"] |= dict.fromkeys((node for node in CHAIN if node.startswith("sampler_")), reason)
+        return
+    say("the sampler scores")
+    llm, tokens, temperature = generation.llm, scores.tokens(), probe.trainer.temperature
+    if sampled:
+        scores.vectors["sampler_pushed"] = prefill(llm, tokens, temperature)
+        scores.facts["reasons"]["sampler_decoding"] = "the tokens were drawn with the options"
+        with torch.no_grad():
+            reload(llm.llm_engine.model_executor.driver_worker)
+        llm.reset_prefix_cache()
+    scores.vectors["sampler_loaded"] = prefill(llm, tokens, temperature)
+    scores.facts["costs"]["sampler"] = cost(llm, tokens)
 
 
 def build(request: Mapping[str, Any]) -> Probe:
@@ -226,7 +246,7 @@ def build(request: Mapping[str, Any]) -> Probe:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     run.vllm_max_model_length = run.vllm_max_model_length or positions
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
-    args = shortened(run, request["completions"], request["engine"])
+    args = shortened(run, request["completions"], request["length"], request["settings"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     prompts: list[Any] = list(islice(cycle(prompts_of(request["prompts"])), n))
     if tokenizer.chat_template is not None:
@@ -247,20 +267,60 @@ def _no_reward(completions: list[object], **kwargs: object) -> list[float]:
     return [0.0] * len(completions)
 
 
+def facts_of(probe: Probe) -> dict[str, Any]:
+    """Facts about a run that the choice of settings depends on."""
+    args, generation = probe.trainer.args, probe.trainer.vllm_generation
+    return {
+        "about": probe.about,
+        "device": args.device.type,
+        "options": [*distorting_options(probe.run)],
+        "temperature": args.temperature,
+        "engine_kwargs": probe.run.settings.rollout_engine_kwargs or {},
+        "micro_batch": args.per_device_train_batch_size,
+        "accumulation": probe.run.gradient_accumulation_steps,
+        "attention": probe.trainer.model.config._attn_implementation,
+        "casts": hasattr(args, "cast_lm_head_to_fp32"),
+        "colocated": args.vllm_mode == "colocate",
+        "engine": {
+            "model": generation.model.name_or_path,
+            "max_model_len": generation.max_model_length,
+            "gpu_memory_utilization": generation.gpu_memory_utilization,
+            "trust_remote_code": generation.trust_remote_code,
+            **(args.settings.rollout_engine_kwargs or {}),
+        },
+    }
+
+
+def say(action: str) -> None:
+    print(f"Probe: {action}", file=sys.stderr, flush=True)  # noqa: T201  # the command reads it
+
+
+def score_alone_of_sampler(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Score tokens with a sampler that has no trainer beside it."""
+    from vllm import LLM
+
+    llm, scores = LLM(**request["engine"]), Scores(torch.load(request["tokens"], weights_only=False))
+    vectors = {"sampler_loaded": prefill(llm, scores.tokens(), request["temperature"])}
+    np.savez(Path(request["output"], "scores.npz"), allow_pickle=True, **vectors)
+    return {"costs": {"sampler": cost(llm, scores.tokens())}, "reasons": {}}
+
+
 def main(path: str) -> None:
-    """Carry out a request. Dumps and `answer.json`, with facts and warnings or an error, are written to its folder."""
+    """Carry out a request. Scores and `answer.json`, with facts and warnings or an error, are written to its folder."""
     request = json.loads(Path(path).read_text(encoding="utf-8"))
-    output = Path(request["output"])
-    answer: dict[str, Any] = {}
+    output, answer = Path(request["output"]), {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            probe = build(request)
-            left_out = run(probe, output, experiments=request["experiments"])
-            answer |= {"about": probe.about, "left_out": left_out, "mode": probe.trainer.vllm_mode}
-        except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
+            if "engine" in request:
+                answer = score_alone_of_sampler(request)
+            else:
+                probe = build(request)
+                given = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
+                answer = {**run(probe, output, given), **facts_of(probe)}
+        except (ValueError, TypeError, ImportError, OSError, RuntimeError, yaml.YAMLError) as error:
             file = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else ""
-            answer["error"] = " ".join((file or str(error)).split())
+            answer = {"error": " ".join((file or str(error)).split())}
     answer["warnings"] = [str(warning.message) for warning in caught if warning.category is SettingWarning]
     (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
