@@ -18,6 +18,7 @@ from trl_rollout_corr.replay.router_hooks import Flips
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
+from trl_rollout_corr.trainers.pushes import QUANTISED_UNMOVED
 
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +55,7 @@ def reported_keys() -> set[str]:
         train, rollout = torch.tensor([[-1.0], [-6.0]]), torch.tensor([[-1.0], [-0.5]])
         correction = compute_rollout_correction(train, rollout, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
-    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS)}
+    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, QUANTISED_UNMOVED)}
     return {documented_name(key) for key in keys}
 
 

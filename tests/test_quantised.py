@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import vllm
 from peft import LoraConfig
 from trl.generation import vllm_generation
 
@@ -35,7 +36,7 @@ TEXT = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}, {"prompt_token_ids": 
 @pytest.fixture(scope="module", autouse=True)
 def keeping_engines():
     """Keep all engines until the end: one that is collected would end the process group of the others."""
-    kept, built = [], vllm_generation.LLM
+    kept, built = [], vllm.LLM  # not that of `sharing_engines`, which is in float32
     with patch.object(
         vllm_generation, "LLM", lambda *given, **kwargs: kept.append(built(*given, **kwargs)) or kept[-1]
     ):

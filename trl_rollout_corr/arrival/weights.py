@@ -176,7 +176,7 @@ class WeightCheck:
                 "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a very small "
                 "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has "
                 f"changed at the last {NEAR} pushes until optimizer step {step}. See "
-                "`trl-rollout-corr docs troubleshooting#weights-do-not-arrive`."
+                "`trl-rollout-corr docs debugging#weights-do-not-arrive`."
             )
 
     def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
