@@ -435,6 +435,7 @@ def test_runs_that_start_at_the_same_moment_do_not_mix(tiny_model_path, tmp_path
         assert [entry["step"] for entry in read_dump(folder).logs if "loss" in entry] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_all_ranks_write_to_the_folder_that_the_first_took(tiny_model_path, tmp_path):
     before = content(make_dump(tmp_path / "dump", steps=1))
     case = {"model": str(tiny_model_path), "max_steps": 2, "rollout_dump_dir": str(tmp_path / "dump")}

@@ -570,6 +570,7 @@ def test_a_dense_model_is_refused(tiny_model_path, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_agents_whose_turns_are_cut_replay(moe_path, tmp_path):
     script = f"""
         from pathlib import Path
