@@ -83,11 +83,11 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
     except Exception as error:
         if computes(None) and scheme != "online" and not computes(scheme):
             working = [repr(x) for x in schemes() if x != "online" and computes(x)]
+            remedy = (
+                f"Set it to {' or '.join(working)}, which work here." if working else "Remove it: none works here."
+            )
             raise ValueError(
-                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. Set it to "
-                f"{' or '.join(working)}, which work here."
-                if working
-                else "Remove it: no scheme works here."
+                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. {remedy}"
             ) from error
         error.add_note(
             f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other layers "
