@@ -124,10 +124,12 @@ def print_table(result: dict):
     }
     width = max(map(len, rows))
     print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
+    age = average(history, "staleness_max")
+    sampler = f"The sampler was up to {age:.0f} steps old" if age else "The sampler had the newest weights"
     if after(result) > before + 0.05:
-        verdict = "The sampler is behind the policy being trained, and the policy improved all the same."
+        verdict = f"{sampler}, and the policy improved."
     elif after(result) < before - 0.05:
-        verdict = "The sampler is behind the policy being trained, and its data made the policy worse."
+        verdict = f"{sampler}, and the policy became worse."
     else:
         verdict = "The accuracy changed by less than 0.05. Try more steps (`--max_steps`), or another `--rollout_correction`."
     print(f"\n{verdict}")
