@@ -19,12 +19,11 @@ from unittest.mock import patch
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 
-import numpy as np
 import torch
 
 from trl_rollout_corr.arrival.worker import push
-from trl_rollout_corr.probe.parts import DECODING, DROPOUT, OPTIONS, PADDING, PUSH, chain_of, k3, split
-from trl_rollout_corr.probe.process import Probe, build, facts_of, run
+from trl_rollout_corr.probe.parts import DECODING, DROPOUT, OPTIONS, PADDING, PUSH, WHOLE, chain_of, split
+from trl_rollout_corr.probe.process import Probe, build, run
 
 
 CLOSE = 0.2  # of the size, within which a part is found
@@ -89,11 +88,9 @@ def measured(probe: Probe, folder: Path, *faults: str) -> tuple[float, dict[str,
     with ExitStack() as stack:
         for fault in faults:
             stack.enter_context(FAULTS[fault][0](probe))
-        facts = {**run(probe, folder), **facts_of(probe)}
-    nodes = dict(np.load(folder / "scores.npz"))
-    parts = split(nodes, facts["reasons"], chain_of(facts, low=False))
-    whole = float(np.mean(k3((nodes["as_it_is"] - nodes["sampled"]).astype(np.float64))))
-    return whole, {fault: sum(part.k3 for part in parts if FAULTS[fault][1] & {*part.names}) for fault in FAULTS}
+        first = run(probe, folder)
+    parts = {part.name: part.k3 for part in split(first.logps["as_it_is"], chain_of(first, {}))}
+    return parts[WHOLE], {fault: sum(parts.get(name, 0.0) for name in FAULTS[fault][1]) for fault in FAULTS}
 
 
 def main():

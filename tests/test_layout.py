@@ -109,13 +109,13 @@ MOST_LINES = {
     "correction": 1340,
     "replay": 780,
     "dumps": 560,
-    "diagnosis": 1630,
+    "diagnosis": 1600,
     "arrival": 700,
     "recording": 850,
     "trainers": 2640,
     "asynchronous": 670,
     "axolotl": 110,
-    "probe": 910,
+    "probe": 660,
     "analysis": 1860,
 }
 LONGEST_MODULE = 400

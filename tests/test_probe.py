@@ -17,23 +17,28 @@ from trl_rollout_corr.diagnosis import read_tokens
 from trl_rollout_corr.probe.parts import (
     BODY,
     CACHE,
-    CHAIN,
     DECODING,
     DROPOUT,
+    FLOAT32,
     HEAD,
+    HEADS,
     KERNELS,
     MICRO_BATCH,
     OPTIONS,
     PADDING,
+    PLAIN,
     PUSH,
     QUANTISATION,
+    SAMPLER,
+    WHOLE,
+    Scored,
     chain_of,
     diagnose_parts,
     k3,
     split,
     write_parts,
 )
-from trl_rollout_corr.probe.trials import FLOAT32, HEADS, PLAIN, SERVED, Scored, candidates, judged, write_trials
+from trl_rollout_corr.probe.trials import candidates, judged, write_trials
 
 
 with benchmarks(".") as load_module:
@@ -41,89 +46,98 @@ with benchmarks(".") as load_module:
 
 # Parts --------------------------------------------------------------------------------------------------------------------
 
-FACTS = {"engine_kwargs": {}, "colocated": True, "options": []}
+LOW = {"trainer_dtype": "bfloat16", "sampler_dtype": "bfloat16"}
+FACTS = {
+    "unsplit": "", "engine_kwargs": {}, "options": [], "about": LOW, "device": "cuda", "casts": True, "attention": "sdpa",
+    "costs": {"as_it_is": 2.0, "no_dropout": 2.0, "sampler": 1.0, "weights": 2**20},
+}  # fmt: skip
+# Sizes of the steps to each configuration: of the run, in float32, with heads in float32, without 8 bits
 SIZES = {
-    "as_it_is": 0.0, "dropout_off": 0.1, "one_row": 0.0, "alone": 0.02, "head": 0.05, "body": 0.03,
-    "sampler_float32": 0.001, "sampler_body": 0.03, "sampler_loaded": 0.05, "sampler_pushed": 0.15, "sampled": 0.01,
+    "as_it_is": 0.0, "no_dropout": 0.1, "one_row": 0.0, "alone": 0.02, "heads/alone": 0.05, "float32/alone": 0.03,
+    "float32/sampler": 0.001, "heads/sampler": 0.03, "plain/sampler": 0.05, "sampler": 0.04, "pushed": 0.15, "sampled": 0.01,
 }  # fmt: skip
 
 
-def nodes(n=40_000, seed=0, **sizes):
-    """A chain whose steps are noise of a known size, and the square of each part's size in half: its `k3`."""
-    dice, here, found = np.random.default_rng(seed), np.zeros(n), {}
-    for node, size in {**SIZES, **sizes}.items():
+def answers(n=40_000, seed=0, facts=FACTS, **sizes):
+    """A run and what is tried, whose steps are noise of a known size: the square of each in half is its `k3`."""
+    dice, here, logps = np.random.default_rng(seed), np.zeros(n), {}
+    for name, size in {**SIZES, **sizes}.items():
         here = here - size * dice.standard_normal(n)
-        found[node] = here.astype(np.float32)
-    return found
+        logps[name] = here.astype(np.float32)
+
+    def of(process):
+        return {name.split("/")[-1]: x for name, x in logps.items() if name.startswith(process) == ("/" in name)}
+
+    tried = {change: Scored(of(name), facts) for change, name in ((HEADS, "heads/"), (FLOAT32, "float32/"))}
+    if facts["engine_kwargs"]:
+        tried[PLAIN] = Scored(of("plain/"), facts)
+    return Scored({name: x for name, x in logps.items() if "/" not in name}, facts), tried
 
 
-def by_name(parts):
-    return {part.names: part for part in parts}
+def parts_of(first, tried):
+    return {part.name: part for part in split(first.logps["as_it_is"], chain_of(first, tried))}
 
 
 def test_parts_add_up_and_each_has_the_size_that_was_put_in():
-    chain = nodes()
-    parts = split(chain, {}, chain_of(FACTS, low=True))
-    d = chain["as_it_is"].astype(float) - chain["sampled"]
-    assert sum(part.k3 for part in parts) == pytest.approx(k3(d).mean(), rel=1e-9)
-    assert sum(part.unequal for part in parts) == pytest.approx((d != 0).mean(), rel=1e-9)
-    found = by_name(parts)
-    put_in = {DROPOUT: 0.1**2, PADDING: 0.02**2, HEAD: 2 * 0.05**2, BODY: 2 * 0.03**2, PUSH: 0.15**2}
+    engine = {"kv_cache_dtype": "fp8"}
+    first, tried = answers(facts={**FACTS, "engine_kwargs": engine})
+    found = parts_of(first, tried)
+    whole = found.pop(WHOLE)
+    d = first.logps["as_it_is"].astype(float) - first.logps["sampled"]
+    assert sum(part.k3 for part in found.values()) == pytest.approx(whole.k3, rel=1e-9)
+    assert whole.k3 == pytest.approx(k3(d).mean(), rel=1e-9)
+    put_in = {DROPOUT: 0.1**2, PADDING: 0.02**2, HEAD: 2 * 0.05**2, BODY: 2 * 0.03**2, CACHE: 0.04**2, PUSH: 0.15**2}
     for name, square in put_in.items():
-        assert found[name,].k3 == pytest.approx(square / 2, rel=0.1, abs=1e-5), name
-    assert found[MICRO_BATCH,].equal == 1.0
-    assert found[MICRO_BATCH,].k3 == found[MICRO_BATCH,].unequal == 0.0
-    assert found.keys() == {(name,) for name in (*put_in, MICRO_BATCH, KERNELS, DECODING)}
+        assert found[name].k3 == pytest.approx(square / 2, rel=0.1, abs=1e-5), name
+    assert (found[MICRO_BATCH].equal, found[MICRO_BATCH].k3) == (1.0, 0.0)
+    assert found.keys() == {*put_in, MICRO_BATCH, KERNELS, DECODING}
 
 
 def test_a_part_that_another_one_undoes_gets_nothing():
     """A rounding of both sides that is the same is no gap, although each side has it."""
-    chain = nodes(sampler_body=0.0, head=0.0, sampler_loaded=0.0)
-    shift = chain["alone"] - chain["body"]
-    for node in ("sampler_body", "sampler_loaded", "sampler_pushed", "sampled"):
-        chain[node] = chain[node] + shift
-    body = by_name(split(chain, {}, chain_of(FACTS, low=True)))[BODY,]
+    first, tried = answers(**{"heads/alone": 0.0, "heads/sampler": 0.0, "plain/sampler": 0.0, "sampler": 0.0})
+    shift = first.logps["alone"] - tried[FLOAT32].logps["alone"]
+    for logps in (tried[HEADS].logps, first.logps):
+        for name in logps.keys() & {"sampler", "pushed", "sampled"}:
+            logps[name] = logps[name] + shift
+    body = parts_of(first, tried)[BODY]
     assert body.k3 == pytest.approx(0.0, abs=1e-8)
     assert body.equal > 0.4
 
 
 def test_what_cannot_be_measured_is_a_part_together_with_the_next_one():
-    chain = nodes()
-    del chain["body"], chain["sampler_float32"]
-    reasons = {"body": "no memory", "sampler_float32": "no memory"}
-    parts = split(chain, reasons, chain_of(FACTS, low=True))
-    assert by_name(parts)[BODY, KERNELS].reason == "no memory"
-    assert (
-        "Not measured one by one: precision of the body, other modules and kernels of vLLM. no memory"
-        in write_parts(parts)
-    )
-    server = {node: logps for node, logps in chain.items() if not node.startswith("sampler_")}
-    reasons |= {node: "a server" for node in CHAIN if node.startswith("sampler_")}
-    parts = split(server, reasons, chain_of({**FACTS, "colocated": False}, low=True))
-    assert {KERNELS, PUSH, DECODING} <= {*parts[-1].names}
-    assert sum(part.k3 for part in parts) == pytest.approx(sum(part.k3 for part in split(nodes(), {}, CHAIN)))
+    first, tried = answers()
+    parts = parts_of(first, {**tried, FLOAT32: "no memory"})
+    assert f"{BODY} + {KERNELS}" in parts
+    assert sum(part.k3 for part in parts.values()) == pytest.approx(2 * parts[WHOLE].k3)
+    assert f"{BODY} + {KERNELS}" in write_parts([*parts.values()])
+    server = Scored(first.logps, {**FACTS, "unsplit": "a server"})
+    assert [*parts_of(server, {})] == [DROPOUT, MICRO_BATCH, PADDING, SAMPLER, WHOLE]
+    assert "a server" in write_trials(judged(server, {}, candidates(server.facts, quick=False)))
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "low", "loaded"),
+    ("kwargs", "name"),
     [
-        ({}, False, KERNELS),
-        ({}, True, HEAD),
-        ({"kv_cache_dtype": "fp8"}, True, CACHE),
-        ({"quantization": "fp8"}, True, QUANTISATION),
-        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, False, CACHE),
+        ({"kv_cache_dtype": "fp8"}, CACHE),
+        ({"quantization": "fp8"}, QUANTISATION),
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, f"{QUANTISATION} and {CACHE}"),
     ],
 )
-def test_the_engine_of_the_run_stands_where_its_arguments_differ(kwargs, low, loaded):
-    chain = chain_of({**FACTS, "engine_kwargs": kwargs, "options": ["top_p"]}, low=low)
-    assert (chain["sampler_loaded"], chain["sampled"]) == (loaded, OPTIONS)
-    assert "sampler_decoding" not in chain_of(FACTS, low=low)
+def test_8_bits_are_a_part_of_their_own(kwargs, name):
+    first, tried = answers(facts={**FACTS, "engine_kwargs": kwargs, "options": ["top_p"]})
+    assert [*parts_of(first, tried)][-4:] == [name, PUSH, OPTIONS, WHOLE]
+    # in float32 the run itself stands for what need not be tried
+    parts = parts_of(first, {PLAIN: tried[PLAIN]})
+    assert parts[name].k3 == pytest.approx(0.04**2 / 2, rel=0.1)
 
 
 def test_the_diagnosis_follows_the_parts(tmp_path):
     make_dump(tmp_path)
-    parts = split(nodes(dropout_off=0.0, sampler_pushed=0.0), {}, chain_of(FACTS, low=True))
-    body, other = ([part._replace(k3=part.k3 * (part.name == name)) for part in parts] for name in (BODY, DECODING))
+    parts = parts_of(*answers(no_dropout=0.0, pushed=0.0))
+    body, other = (
+        [part._replace(k3=1e-3 * (part.name in (name, WHOLE))) for part in parts.values()] for name in (BODY, DECODING)
+    )
 
     def found(parts, d=None):
         observed = read_tokens(tmp_path)
@@ -139,50 +153,37 @@ def test_the_diagnosis_follows_the_parts(tmp_path):
 
 # Settings -----------------------------------------------------------------------------------------------------------------
 
-LOW = {"trainer_dtype": "bfloat16", "sampler_dtype": "bfloat16"}
-RUN = {
-    **FACTS, "about": LOW, "device": "cuda", "casts": True, "attention": "sdpa", "micro_batch": 8, "accumulation": 2,
-    "costs": {"as_it_is": {"seconds": 2.0, "weights": 2**20, "size": 2**18}, "one_row": {"seconds": 6.0},
-              "sampler": {"seconds": 1.0, "room": 1000}}, "reasons": {},
-}  # fmt: skip
-
 
 def test_settings_are_those_that_differ_from_the_run():
-    tried = candidates(RUN, quick=False)
+    tried = candidates(FACTS, quick=False)
     assert tried[HEADS] == {
         "cast_lm_head_to_fp32": True, "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32"}},
     }  # fmt: skip
     assert tried[FLOAT32]["rollout_engine_kwargs"] == {"dtype": "float32"}
-    assert {
-        "attention of the trainer: eager",
-        "cache in 8 bits",
-        "weights of the sampler in 8 bits",
-        SERVED,
-    } <= tried.keys()
-    assert candidates(RUN, quick=True).keys() < tried.keys()
-    assert HEADS not in candidates({**RUN, "casts": False}, quick=True)  # RLOO: one side alone makes it worse
+    assert {"attention of the trainer: eager", "cache in 8 bits", "weights of the sampler in 8 bits"} <= tried.keys()
+    assert candidates(FACTS, quick=True).keys() < tried.keys()
+    assert isinstance(candidates({**FACTS, "casts": False}, quick=True)[HEADS], str)  # RLOO
     whole = {"trainer_dtype": "float32", "sampler_dtype": "float32"}
-    assert candidates({**RUN, "about": whole}, quick=True) == {}
-    cached = candidates({**RUN, "engine_kwargs": {"kv_cache_dtype": "fp8", "seed": 1}}, quick=True)
+    assert candidates({**FACTS, "about": whole}, quick=True) == {}
+    cached = candidates({**FACTS, "engine_kwargs": {"kv_cache_dtype": "fp8", "seed": 1}}, quick=True)
     assert cached[PLAIN] == {"rollout_engine_kwargs": {"seed": 1}}
-    of_sampler = candidates({**RUN, "about": {**whole, "sampler_dtype": "bfloat16"}}, quick=True)
+    assert cached[FLOAT32]["rollout_engine_kwargs"] == {"seed": 1, "dtype": "float32"}
+    of_sampler = candidates({**FACTS, "about": {**whole, "sampler_dtype": "bfloat16"}}, quick=True)
     assert {*of_sampler[HEADS]} == {*of_sampler[FLOAT32]} == {"rollout_engine_kwargs"}
 
 
 def test_the_fastest_of_the_smallest_gaps_is_the_one_to_paste():
-    first = Scored(nodes(dropout_off=0.0, sampler_pushed=0.0), RUN)
-    exact = Scored({**first.vectors, "as_it_is": first.vectors["sampler_loaded"]}, RUN)
-    slow = exact._replace(facts={**RUN, "costs": {**RUN["costs"], "sampler": {"seconds": 3.0, "room": 1}}})
-    tried = {"slow": ({"bf16": False}, slow), "fast": ({"fp16": True}, exact), "bad": ({}, "no kernel")}
-    trials = judged(first, tried)
+    first, _ = answers(no_dropout=0.0, pushed=0.0)
+    exact = Scored({**first.logps, "as_it_is": first.logps["sampler"]}, FACTS)
+    slow = exact._replace(facts={**FACTS, "costs": {**FACTS["costs"], "sampler": 3.0}})
+    settings = {"slow": {"bf16": False}, "fast": {"fp16": True}, "bad": {}}
+    trials = judged(first, settings, {"slow": slow, "fast": exact, "bad": "no kernel"})
     assert [trial.change for trial in trials][-1] == "bad"
     assert trials[0].k3 < trials[-2].k3 / 2
-    one = next(trial for trial in trials if trial.change == "micro-batches of one")
-    assert (one.settings["gradient_accumulation_steps"], one.trainer) == (16, 3.0)
     text = write_trials(trials)
     assert yaml.safe_load(text.splitlines()[-1]) == {"fp16": True}
     assert "Left out: bad. no kernel" in text
-    assert "leave them as they are" in write_trials(judged(first, {}))
+    assert "leave them as they are" in write_trials(judged(first, {}, {}))
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------------
@@ -192,9 +193,6 @@ def test_the_fastest_of_the_smallest_gaps_is_the_one_to_paste():
     ("words", "said"),
     [
         (["./nowhere"], "./nowhere: this folder does not exist"),
-        (["m", "--config", "r.yaml"], "m: --config is 'r.yaml', which is not a file"),
-        (["m", "--prompts", "p.txt"], "m: --prompts is 'p.txt', which is not a file"),
-        (["m", "--completions", "1"], "m: --completions must be 2 or more, got 1"),
     ],
 )
 def test_what_cannot_be_probed_is_one_line(words, said, capsys):
@@ -260,10 +258,7 @@ def test_prompts_come_from_a_file_or_are_built_in(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo\n")
     assert prompts_of(str(file)) == ["one", "two"]
-    assert prompts_of(None) == PROMPTS
-    file.write_text("\n")
-    with pytest.raises(ValueError, match="has no prompts"):
-        prompts_of(str(file))
+    assert prompts_of(None) == [*PROMPTS]
 
 
 RECIPES = sorted(
@@ -294,7 +289,11 @@ def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
-    facts = {**RUN, "engine_kwargs": args.settings.rollout_engine_kwargs, "about": {**LOW, "trainer_dtype": "float32"}}
+    facts = {
+        **FACTS,
+        "engine_kwargs": args.settings.rollout_engine_kwargs,
+        "about": {**LOW, "trainer_dtype": "float32"},
+    }
     short = shortened(args, 64, 128, candidates(facts, quick=True)[HEADS])
     assert short.rollout_engine_kwargs == {
         "enforce_eager": True, "dtype": "float32", "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
@@ -313,10 +312,9 @@ def probed(model, folder, *options, **fields):
 
     folder.mkdir()
     probe = process.build(request(model, folder, *options, **fields))
-    facts = {**process.run(probe, folder), **process.facts_of(probe)}
-    parts = split(dict(np.load(folder / "scores.npz")), facts["reasons"], chain_of(facts, low=False))
-    observed = read_tokens(folder / "as_it_is")
-    return diagnose_parts(observed, parts), by_name(parts), observed
+    parts = parts_of(process.run(probe, folder), {})
+    observed = read_tokens(folder / "dump")
+    return diagnose_parts(observed, [*parts.values()]), parts, observed
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
@@ -327,10 +325,11 @@ def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_pa
     probe = Probe(trainer)
     batches = probe.sample()
     with without_dropout(trainer.model_wrapped):
-        once, twice, rows = probe.score(batches), probe.score(batches), probe.score_rows(batches)
+        once, twice, alone = probe.score(batches), probe.score(batches), probe.score_alone(batches)
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
-    for a, b in zip(once, rows, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for a, b, batch in zip(once, alone, batches, strict=True):
+        mask = batch["completion_mask"].bool()
+        torch.testing.assert_close(a[mask], b[mask], rtol=1e-4, atol=1e-4)
     once, twice = probe.score(batches), probe.score(batches)
     assert not any(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
@@ -339,19 +338,19 @@ def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_pa
 def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_path, shared_engine):
     found, parts, observed = probed(tiny_model_path, tmp_path / "a", "--vllm_max_model_length", "64")
     assert found.verdict == "nothing"
-    assert parts.keys() == {(name,) for name in (MICRO_BATCH, PADDING, KERNELS, PUSH, DECODING)}
-    assert parts[PUSH,].equal == 1.0  # the weights that were pushed are those of the files
+    assert [*parts] == [MICRO_BATCH, PADDING, HEAD, BODY, KERNELS, PUSH, DECODING, WHOLE]
+    assert parts[PUSH].equal == parts[HEAD].equal == 1.0  # the weights that were pushed are those of the files
     assert len(observed) > 100
     with pytest.warns(UserWarning, match="top_p"):
         found, parts, observed = probed(tiny_model_path, tmp_path / "b", "--top_p", "0.7", "--temperature", "0.8")
     assert found.findings[0].name == "truncation"
-    assert parts[DECODING, OPTIONS].k3 == pytest.approx(found.k3, rel=1e-3)
-    assert max(abs(part.k3) for names, part in parts.items() if OPTIONS not in names) < 1e-6 * found.k3
+    assert parts[OPTIONS].k3 == pytest.approx(found.k3, rel=1e-3)
+    assert max(abs(part.k3) for name, part in parts.items() if name not in (OPTIONS, WHOLE)) < 1e-6 * found.k3
     found, parts, observed = probed(
         tiny_model_path, tmp_path / "c", "--use_peft", "true", "--lora_dropout", "0", trainer="rloo"
     )
     assert (found.verdict, observed.about["adapter"], observed.about["experts"]) == ("nothing", "LORA", "none")
-    assert (DROPOUT,) not in parts
+    assert DROPOUT not in parts
 
 
 @pytest.mark.vllm
@@ -384,7 +383,7 @@ def test_the_command(tiny_model_path, tmp_path):
     assert {*yaml.safe_load(out.splitlines()[-1])} == {
         "rollout_engine_kwargs"
     }  # the sampler in float32, as the trainer
-    assert "Probe: starting both again: float32 on both sides" in err
+    assert "Probe: 1 of 3, float32 on both sides" in err
     recipe = tmp_path / "recipe.yaml"
     cache = "rollout_engine_kwargs: {dtype: float32, kv_cache_dtype: fp8}"
     recipe.write_text((ROOT / "recipes" / "grpo" / "cpu.yaml").read_text() + f"{cache}\n")
@@ -392,8 +391,8 @@ def test_the_command(tiny_model_path, tmp_path):
     assert code == 1, err
     document = json.loads(out)
     assert document["causes"][0]["cause"] == "kv_cache"
-    parts = {tuple(part["names"]): part["k3"] for part in document["parts"]}
-    assert parts[CACHE,] > 0.9 * sum(parts.values())
+    parts = {part["name"]: part["k3"] for part in document["parts"]}
+    assert parts[CACHE] > 0.9 * parts[WHOLE]
     assert document["settings"][0]["change"] == PLAIN
     code, out, err = command("nobody/nothing")
     assert (code, out) == (2, "")

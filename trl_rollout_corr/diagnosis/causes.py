@@ -1,6 +1,6 @@
 """
-The causes that a diagnosis knows, one record each: the test that finds the cause, the experiments that confirm it, and the
-remedy. `docs/debugging.md` has them at length.
+The causes that a diagnosis knows, one record each: the test that finds the cause, and the remedy. `docs/debugging.md` has them
+at length.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,16 +20,6 @@ class Test(NamedTuple):
     strong: float  # and from which it is nearly certain
 
 
-class Experiment(NamedTuple):
-    """A counter-experiment: one thing is changed on purpose. If the gap goes away, that thing was the cause."""
-
-    change: str  # in words
-    # The trainer scores the same tokens again, the same engine samples again, or another engine is started
-    on: Literal["trainer", "sampler", "engine"]
-    decisive: bool = False  # whether a gap that stays rules the cause out; otherwise the other side may still have it
-    engine: Mapping[str, object] = {}  # arguments of the other engine
-
-
 class Cause(NamedTuple):
     """A cause of the gap between trainer and sampler."""
 
@@ -41,7 +31,6 @@ class Cause(NamedTuple):
     # For the gap left after the remedy: any, or one that rejects single tokens; none where it would hide a mistake
     correction: Literal["", "any", "rejecting"] = ""
     normal: bool = False  # whether every run has it, so that only a large gap is unhealthy
-    experiments: Mapping[str, Experiment] = {}  # of a probe, by name
     fallback: Test | None = None  # finds it where nothing else explains the gap
 
 
@@ -106,12 +95,9 @@ CAUSES: dict[str, Cause] = {
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
-        "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. To check, train "
-        f"with a batch of one, which has no padding. {HIDES}",
-        {"per_device_train_batch_size": 1},
-        "Give the model `position_ids` that count from the first token of the prompt, and the attention mask. "
-        + HIDES,
-        experiments={"batch_of_one": Experiment("the trainer scores one by one, without padding", "trainer", True)},
+        "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. A batch of one "
+        "does not remove the padding, because TRL pads all completions of a generation before it splits them into batches: "
+        f"`trl-rollout-corr probe MODEL` scores them without padding. {HIDES}",
     ),
     "dropout": Cause(
         "dropout in the trainer",
@@ -121,7 +107,6 @@ CAUSES: dict[str, Cause] = {
         {"disable_dropout": True},
         "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
         correction="any",
-        experiments={"dropout_off": Experiment("no dropout in the trainer", "trainer", True)},
     ),
     "some_prompts": Cause(
         "some prompts, and always the same",
@@ -190,9 +175,6 @@ CAUSES: dict[str, Cause] = {
         {"top_p": 1.0, "top_k": 0, "min_p": None},
         f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
         correction="any",
-        experiments={
-            "whole_distribution": Experiment("the sampler draws from the whole distribution", "sampler", True)
-        },
     ),
     "penalty": Cause(
         "a penalty on repeated tokens",
@@ -202,7 +184,6 @@ CAUSES: dict[str, Cause] = {
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",
         correction="any",
-        experiments={"no_penalty": Experiment("no penalty in the sampler", "sampler", True)},
     ),
     "temperature": Cause(
         "another temperature, or log-probabilities before temperature",
@@ -231,11 +212,6 @@ CAUSES: dict[str, Cause] = {
         "The checkpoint or the server asks for the low precision: name the type of the model, such as `kv_cache_dtype: "
         "bfloat16`, or start the server with `--kv-cache-dtype bfloat16`.",
         correction="any",
-        experiments={
-            "cache_of_the_model": Experiment(
-                "keys and values are cached in the type of the model", "engine", True, {"kv_cache_dtype": "auto"}
-            )
-        },
     ),
     "quantised": Cause(
         "a quantised sampler",
@@ -251,11 +227,6 @@ CAUSES: dict[str, Cause] = {
         "compare a weight of the engine with the trainer's. If the sampler has older weights on purpose, set "
         "`trainer.rollout_step`.",
         correction="any",
-        experiments={
-            "before_the_push": Experiment(
-                "the sampler has the weights that vLLM has loaded, and none was pushed", "sampler"
-            )
-        },
         fallback=Test(precision.noisy_weights, 0.55, 0.65),
     ),
     "head": Cause(
@@ -266,12 +237,6 @@ CAUSES: dict[str, Cause] = {
         _SMALLER,
         correction="any",
         normal=True,
-        experiments={
-            "float32_head": Experiment("a head of the trainer in float32", "trainer"),
-            "float32_head_of_the_sampler": Experiment(
-                "a head of the sampler in float32", "engine", engine=_FLOAT32_HEAD
-            ),
-        },
     ),
     "rounding": Cause(
         "rounding of bfloat16 or float16",
@@ -282,9 +247,5 @@ CAUSES: dict[str, Cause] = {
         _SMALLER,
         correction="any",
         normal=True,
-        experiments={
-            "float32_trainer": Experiment("the trainer computes in float32", "trainer"),
-            "float32_sampler": Experiment("the sampler computes in float32", "engine", engine={"dtype": "float32"}),
-        },
     ),
 }

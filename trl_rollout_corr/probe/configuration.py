@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -30,23 +30,15 @@ PROMPTS = (
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
 _CONTEXT = 1024  # tokens that the engine has room for, more than the prompts take
-_PATIENCE = 5.0  # seconds in which a server that is there answers
 # A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
 _DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 
 
-class _Parser(TrlParser):
-    """TRL's parser, which raises an error instead of leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
     """The class of the trainer of a request, and the configurations of trainer and model. A `ValueError` if unusable."""
     trainer_class, config_class = _TRAINERS[request["trainer"]]
-    parser = _Parser((ScriptArguments, config_class, ModelConfig))
+    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
     without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
     given = ["--config", request["config"]] if request["config"] else without_recipe
@@ -76,7 +68,6 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         "num_iterations": 1,
         "max_completion_length": min(args.max_completion_length or length, length),
         # the rest has no part in the gap
-        "max_steps": 1,
         "beta": 0.0,
         "sync_ref_model": False,
         "reward_weights": None,
@@ -85,8 +76,9 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         "eval_strategy": "no",
         "load_best_model_at_end": False,
         "push_to_hub": False,
+        "vllm_enable_sleep_mode": False,
         "vllm_max_model_length": min(args.vllm_max_model_length or _CONTEXT, _CONTEXT),
-        "vllm_server_timeout": _PATIENCE,
+        "vllm_server_timeout": 5.0,
         "rollout_dump_dir": None,
         "rollout_diagnose": False,
     }
@@ -97,17 +89,12 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         wanted["rollout_engine_kwargs"] = {**eager, **(given or {})} or None
     init = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
     wanted = {**settings, **wanted, "model_init_kwargs": init}
-    fields = {field.name for field in dataclasses.fields(args) if field.init}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the run, and said when it was read
-        return dataclasses.replace(args, **{name: value for name, value in wanted.items() if name in fields})
+        return dataclasses.replace(args, **wanted)
 
 
 def prompts_of(file: str | None) -> Sequence[str]:
-    """Prompts of a text file, one in each line, or built-in ones. A `ValueError` if the file has none."""
-    if file is None:
-        return PROMPTS
-    prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts is {file!r}, which has no prompts. Write one in each line.")
-    return prompts
+    """Prompts of a text file, one in each line, or built-in ones."""
+    lines = PROMPTS if file is None else Path(file).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.strip()]
