@@ -66,11 +66,11 @@ def answers(n=40_000, seed=0, facts=FACTS, **sizes):
         logps[name] = here.astype(np.float32)
 
     def of(process):
-        return {name.split("/")[-1]: x for name, x in logps.items() if name.startswith(process) == ("/" in name)}
+        return {name.split("/")[-1]: x for name, x in logps.items() if name.startswith(process)}
 
     tried = {change: Scored(of(name), facts) for change, name in ((HEADS, "heads/"), (FLOAT32, "float32/"))}
     if facts["engine_kwargs"]:
-        tried[PLAIN] = Scored(of("plain/"), facts)
+        tried[PLAIN] = Scored({"alone": logps["alone"], **of("plain/")}, facts)
     return Scored({name: x for name, x in logps.items() if "/" not in name}, facts), tried
 
 
