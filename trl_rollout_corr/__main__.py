@@ -201,8 +201,8 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command = commands.add_parser(
         "probe",
         help="diagnose a model and its sampler before training, from a few completions",
-        description="Build the trainer and the sampler of a run, sample and score a few completions, and find the "
-        "cause of the gap by experiments, without training. All options of the run may be added, such as "
+        description="Build the trainer and the sampler of a run, sample and score a few completions, split the gap into "
+        "its parts, and try settings, without training. All options of the run may be added, such as "
         "--temperature 0.7. Exit code 0: there is nothing to do, 1: there is something to do or to find "
         "out, 2: the input cannot be used.",
         allow_abbrev=False,
@@ -218,7 +218,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--completions",
         type=int,
         metavar="N",
-        help="smallest number of completions (default: 64 of at most 128 tokens, with --quick 16 of at most 32)",
+        help="smallest number of completions (default: 64 of at most 128 tokens, with --quick 8 of at most 32)",
     )
     command.add_argument("--quick", action="store_true", help="take fewer completions, and try fewer settings")
     command.add_argument(

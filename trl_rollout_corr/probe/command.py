@@ -27,7 +27,7 @@ from .trials import candidates, judged, write_trials
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _PAUSE = 5.0  # seconds between two lines of progress
 _SIZES = {"completions": 64, "length": 128}
-_QUICK = {"completions": 16, "length": 32}
+_QUICK = {"completions": 8, "length": 32}
 
 
 def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
