@@ -58,8 +58,7 @@ class Part(NamedTuple):
 
 def k3(d: np.ndarray) -> np.ndarray:
     """`exp(d) - 1 - d`."""
-    divergence: np.ndarray = np.expm1(d) - d
-    return divergence
+    return np.asarray(np.expm1(d) - d)
 
 
 def eight_bits(engine: Mapping[str, Any]) -> list[str]:

@@ -63,8 +63,7 @@ class Probe:
         trainer._last_loaded_step = -1
         trainer._buffered_inputs = None
         trainer._prepare_inputs(self.inputs)
-        batches: list[Batch] = trainer._buffered_inputs
-        return batches
+        return list(trainer._buffered_inputs)
 
     def score(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Score batches as the loss does, `(B, T)` each."""
