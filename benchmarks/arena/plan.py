@@ -260,9 +260,9 @@ TUNING_CELLS = [
 # Stages of the second comparison --------------------------------------------------------------------------------------
 
 SHORT_LIST = ["cap1_tv10", "cap3_tv10", "cap3", "cap1", "cap5_tv10", "token_2", "dppo_tv"]
-JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "cap1_tv10", "cap1"]  # the last one was the choice of tuning
+JUDGED = ["trl", "token_2", "bypass", "dppo_tv", "cap1_tv10", "cap1", "cap3"]  # `cap1` was the choice of tuning
 JUDGED_ONCE = [*(f"trl_{mode}" for mode in TRL_MODES), "icepop"]  # in three cells
-JUDGED_WAYS = ["token_2", "dppo_tv", "cap1_tv10", "cap1"]  # with other ways to train
+JUDGED_WAYS = ["token_2", "dppo_tv", "cap1_tv10", "cap1", "cap3"]  # with other ways to train
 EXACT, DENSE = ["unpack", "mirror", "differences", "interleave"], ["records", "complement"]
 FORMATS, GARBAGE = ["tag_even", "tag_swap"], ["records", "mirror"]
 
