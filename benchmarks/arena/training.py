@@ -17,6 +17,7 @@ import samplers
 import torch
 import transformers
 import vllm
+import vllm
 from plan import LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
 from rules import with_rule
 from tasks import TASKS, accuracy, dense_answer, exact_answer, forgiving_answer, warm_start
@@ -156,7 +157,7 @@ def train(run: Run) -> dict[str, Any]:
         **({"force": force.windows()} if force.steps else {}),
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - worked, 1),
-        "versions": {name: version(name) for name in ("torch", "trl", "vllm", "transformers")},
+        "versions": {"vllm": vllm.__version__, **{name: version(name) for name in ("torch", "trl", "transformers")}},
         "cores": os.cpu_count(),
     }
 
