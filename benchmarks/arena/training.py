@@ -17,7 +17,6 @@ import samplers
 import torch
 import transformers
 import vllm
-import vllm
 from plan import LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
 from rules import with_rule
 from tasks import TASKS, accuracy, dense_answer, exact_answer, forgiving_answer, warm_start
