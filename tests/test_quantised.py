@@ -33,13 +33,18 @@ LORA = {"r": 4, "target_modules": ["q_proj", "down_proj", "embed_tokens"], "init
 TEXT = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}, {"prompt_token_ids": [20, 3, 30, 3, 40]}]
 
 
+KEPT: list = []  # engines, to the end of the process: one that is collected would end the process group of all others
+
+
 @pytest.fixture(scope="module", autouse=True)
 def keeping_engines():
-    """Keep all engines until the end: one that is collected would end the process group of the others."""
-    kept, built = [], vllm.LLM  # not that of `sharing_engines`, which is in float32
-    with patch.object(
-        vllm_generation, "LLM", lambda *given, **kwargs: kept.append(built(*given, **kwargs)) or kept[-1]
-    ):
+    """Keep the engines of this module, which are not those of `sharing_engines`, as these are in float32."""
+
+    def build(*given, **kwargs):
+        KEPT.append(vllm.LLM(*given, **kwargs))
+        return KEPT[-1]
+
+    with patch.object(vllm_generation, "LLM", build):
         yield
 
 
