@@ -572,7 +572,7 @@ def test_a_critical_alarm_is_seldom_false_where_the_run_corrects_or_is_never_sta
         [name for name in names if bool(LATER.search(name)) == x] for x, names in ((False, kept), (True, kept))
     )
     assert len(known) > 300
-    assert len({*false} & {*known}) <= 0.025 * len(known)
+    assert len({*false} & {*known}) <= 0.03 * len(known)
     assert len({*false} & {*later}) <= 2  # `gap_stays` in step 14
     assert not any(alarm.bound == "unlearning" for name in later for alarm in kept[name]["alarms"])
 
