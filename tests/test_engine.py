@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from trl.generation import vllm_generation
 
 from tests.launching import run
 from tests.training import VLLM, build
@@ -16,7 +17,7 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
 )
 from trl_rollout_corr.recording.run_metadata import check_types, engine_metadata
-from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs
+from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs, engine_arguments
 from trl_rollout_corr.trainers.trl_checks import check_shared_process
 
 
@@ -49,6 +50,19 @@ def test_arguments_of_another_engine_warn(tmp_path, fields, reason):
     on_a_cpu = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
     with pytest.warns(UserWarning, match=f"`rollout_engine_kwargs` .* has no effect: {reason}"):
         RolloutCorrectedGRPOConfig(rollout_engine_kwargs={"dtype": "float16"}, **on_a_cpu, **fields)
+
+
+def test_no_quantization_leaves_what_trl_asks_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: kwargs)
+    args = RolloutCorrectedGRPOConfig(
+        str(tmp_path),
+        bf16=False,
+        use_cpu=True,
+        use_vllm=True,
+        rollout_engine_kwargs={"quantization": None, "dtype": "half"},
+    )
+    with engine_arguments(args):
+        assert vllm_generation.LLM(quantization="bitsandbytes") == {"quantization": "bitsandbytes", "dtype": "half"}
 
 
 def test_different_types_warn():

@@ -207,6 +207,7 @@ def test_what_cannot_be_probed_is_one_line(words, said, capsys):
     ("words", "said"),
     [
         (["probe"], "the following arguments are required: model"),
+        (["probe", "model", "--completions", "0"], "argument --completions: must be a whole number above 0, got '0'"),
         (["diagnose", "dump", "--temperature", "0.7"], "unrecognized arguments: --temperature 0.7"),
     ],
 )

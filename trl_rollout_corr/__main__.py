@@ -110,8 +110,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "docs",
         help="print a document, or find a word in all of them, or list them",
-        description="Print a document or one of its sections. For any other word, list the sections that contain it. "
-        "Without a name, list all documents.",
+        description="Print a document or one of its sections. For any other word, print the sections with it in their "
+        "heading, and list the others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",
@@ -216,7 +216,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument(
         "--completions",
-        type=int,
+        type=_positive,
         metavar="N",
         help="smallest number of completions (default: 64 of at most 128 tokens, with --quick 8 of at most 32)",
     )
@@ -237,6 +237,12 @@ def _convert(args: argparse.Namespace) -> str:
     arguments = [*args.options, *args.arguments]  # options before the first argument are not among the arguments
     args.file = arguments[0] if len(arguments) == 1 else "convert"
     return convert(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _report(args: argparse.Namespace) -> str:

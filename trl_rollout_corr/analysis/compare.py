@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..diagnosis import iterations_of
 from ..dumps.reading import open_dump
 from ..health.bands import HEALTHY, NEGLIGIBLE
 from ..health.examine import examine
@@ -16,7 +17,7 @@ from ..settings.files import config_of_run, read_config
 from ..settings.presets import DEFAULT, PRESETS
 from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
-from .run import clip_range, iterations_of, log_of_dump
+from .run import clip_range, log_of_dump
 from .spread import Spread, spread_of, suggest_bounds
 
 

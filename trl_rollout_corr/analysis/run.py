@@ -96,12 +96,6 @@ def log_of_dump(path: Path) -> list[dict[str, object]]:
     return _merge(read_logs(path))
 
 
-def iterations_of(settings: Mapping[str, object]) -> int:
-    """TRL's `num_iterations` of the run that wrote a dump: how often it trained on a batch."""
-    number = settings.get("num_iterations")
-    return number if isinstance(number, int) else 1
-
-
 def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
     """Ratios below and above which TRL's PPO clips in the run that wrote a dump."""
     below = settings.get("epsilon") or 0.2

@@ -15,6 +15,7 @@ import torch
 COLUMNS = 4  # of a matrix
 READABLE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 QUANTISED = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8, torch.uint8), torch.int8)
+_AS_BITS = READABLE | QUANTISED
 
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,7 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
     A change of one element changes the sums of its row and of its column. The sums are hashed with their place.
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
-    bits = matrix.view((READABLE | QUANTISED)[x.dtype])
+    bits = matrix.view(_AS_BITS[x.dtype])
     rows, columns = (_hash(bits.sum(dim, dtype=torch.int64)) for dim in (1, 0))
     return rows.sum() + 3 * columns.sum()
 
@@ -76,7 +77,7 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
             forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
             if x.dtype in QUANTISED:
                 quantised.append(name)
-            if x.dtype in READABLE | QUANTISED and x.numel() and not forms:
+            if x.dtype in _AS_BITS and x.numel() and not forms:
                 forms.append(fingerprint(x))
             packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
             if x.dtype in READABLE and packed and group is None:  # in a group each rank has other columns

@@ -54,9 +54,8 @@ class WeightCheck:
         self._pushes = 0
         self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
         self._still = self._all_unmoved = 0
-        self.unmoved: float | None = (
-            None  # share of quantised tensors that stood still at the last push; `None` if unknown
-        )
+        # Share of the quantised tensors that stood still at the last push; `None` if unknown
+        self.unmoved: float | None = None
 
     @contextmanager
     def watching(self, owner: Any, method: str) -> Iterator[None]:

@@ -18,8 +18,6 @@ class RolloutCorrectedAxolotlTrainer(RolloutCorrectedGRPOTrainer, AxolotlGRPOTra
 
     def _set_up_observer(self) -> None:
         super()._set_up_observer()
-        served = getattr(
-            self.args, "vllm_lora_sync", False
-        )  # Axolotl's field: the server loads the adapter from files
-        if served and self.accelerator.is_main_process:
+        # Axolotl's field: the server loads the adapter from files
+        if getattr(self.args, "vllm_lora_sync", False) and self.accelerator.is_main_process:
             check_patterns(self.vllm_generation.vllm_client.base_url, served_adapter(self._bare(self.model)))

@@ -6,6 +6,7 @@ remedy. Arrays of numpy in, no TRL.
 `sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,21 @@ def read_tokens(path: str | Path) -> DumpedTokens:
     dump = open_dump(path)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    return observe_dump(dump)
+    logs = read_logs(dump.path)
+    alarms = examine(logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings))
+    return observe_dump(dump, quiet=any(map(is_training_window, logs)) and not alarms)
 
 
-def observe_dump(dump: Dump) -> DumpedTokens:
-    """The tokens of a dump that is read already, as [`read_tokens`] returns them."""
-    logs, settings = read_logs(dump.path), settings_of_run(dump.settings)
-    alarms = examine(logs, settings, num_iterations=dump.settings.get("num_iterations") or 1)
-    quiet, movement = any(map(is_training_window, logs)) and not alarms, _movement(logs, dump.sequences.step)
+def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
+    """The tokens of a dump that is read already. `quiet`: no rule of the monitor finds anything in the log of its run."""
+    movement = _movement(read_logs(dump.path), dump.sequences.step)
     return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet)
+
+
+def iterations_of(settings: Mapping[str, object]) -> int:
+    """TRL's `num_iterations` of the run that wrote a dump: how often it trained on a batch."""
+    number = settings.get("num_iterations")
+    return number if isinstance(number, int) else 1
 
 
 def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:

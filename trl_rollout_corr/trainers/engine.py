@@ -58,9 +58,10 @@ def engine_arguments(args: Any) -> AbstractContextManager:
     built = vllm_generation.LLM
 
     def build(*given: Any, **of_trl: Any) -> Any:
-        if kwargs.get("quantization") is None:
-            return built(*given, **{**of_trl, **kwargs})
-        return build_quantised(built, of_trl, kwargs)
+        if kwargs.get("quantization") is not None:
+            return build_quantised(built, of_trl, kwargs)
+        plain = {name: x for name, x in kwargs.items() if name != "quantization"}  # null leaves TRL's
+        return built(*given, **{**of_trl, **plain})
 
     return patch.object(vllm_generation, "LLM", build)
 
@@ -72,7 +73,6 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
     """Build an engine that quantises weights while it loads them, and say which of its layers do so."""
     scheme = kwargs["quantization"]
     check_scheme(scheme, of_trl)
-    # A scheme can be given in parts, and by layer
     parts: dict[str, Any] = dict(kwargs.get("quantization_config") or {})
     if "targets" not in parts:
         parts["ignore"] = [*KEPT, *parts.get("ignore", [])]

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...diagnosis import Diagnosis, diagnose, observe_dump
+from ...diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
 from ...health.bands import HEALTHY
 from ...health.examine import examine
 from ...health.rule import Alarm
 from ...messages import steps
-from ..run import Run, iterations_of
+from ..run import Run
 
 
 class Facts(NamedTuple):
@@ -32,10 +32,10 @@ class Facts(NamedTuple):
 def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
-    diagnosis = None if letter else _diagnose(run)
     settings = None if run.config is None else run.config.settings
     iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
     findings = examine(run.entries, settings, num_iterations=iterations)
+    diagnosis = None if letter else _diagnose(run, quiet=not findings and not run.log.empty)
     return Facts(name, letter, run, windows, findings, diagnosis)
 
 
@@ -59,10 +59,10 @@ def is_healthy(metric: str, value: float) -> bool:
     return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 
 
-def _diagnose(run: Run) -> Diagnosis | None:
+def _diagnose(run: Run, *, quiet: bool) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        return diagnose(observe_dump(run.dump))
+        return diagnose(observe_dump(run.dump, quiet=quiet))
     except ValueError:  # too few tokens
         return None
