@@ -341,6 +341,15 @@ def test_a_run_that_is_started_again_leaves_the_rows_of_the_first_and_says_where
     assert open_dump(dump).damage == [f"{str(tmp_path / 'run/dump-3')!r} has the dump of a later run"]
 
 
+def test_a_second_training_of_a_trainer_has_a_folder_of_its_own(make, tmp_path):
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), max_steps=2)
+    trainer.train()
+    before = content(tmp_path / "dump")
+    trainer.train()
+    assert content(tmp_path / "dump") == before
+    assert steps_of(tmp_path / "dump-2") == [1, 2]
+
+
 @pytest.mark.parametrize("left", ["rows", "a log", "nothing but its claim"])
 def test_whatever_another_run_left_is_not_written_over(left, make, tmp_path):
     dump = tmp_path / "dump"

@@ -1,5 +1,6 @@
 """`RolloutCorrectionMonitor` on the real TRL, with a sampler that is far from the trainer."""
 
+import math
 import re
 import warnings
 from itertools import count
@@ -108,6 +109,42 @@ def test_reporters_get_the_number_of_alarms(make):
     assert Reporter.seen[3] is None  # the summary at the end
 
 
+def test_evaluations_are_passed_over(make, caplog):
+    trainer = make(RolloutCorrectionMonitor(), **evaluation())
+    with saying(caplog, "k3_high"):
+        trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluations
+    assert not any(ALARMS in entry for entry in evaluations)
+
+
+def nothing_is_finite(output):
+    output["logprobs"] = [[math.nan] * len(sequence) for sequence in output["logprobs"]]
+
+
+def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_model_path, caplog):
+    trainer = make(RolloutCorrectionMonitor(), sampler=BrokenSampler(tiny_model_path, nothing_is_finite))
+    with saying(caplog, "came without a finite log-probability"):
+        trainer.train()
+    # at first as little as one token would say, then that most are
+    assert [re.search(r"step (\d+): .* \[(\w+)", message).groups() for message in messages(caplog)] == [
+        ("1", "nonfinite"),
+        ("2", "nonfinite_many"),
+    ]
+
+
+def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
+    trainer = make(
+        RolloutCorrectionMonitor("stop"),
+        rollout_correction=None,
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold=1.0001,
+    )
+    with saying(caplog, "All tokens were rejected or have no gradient"):
+        trainer.train()
+    assert trainer.state.global_step == 3  # bounds may be too tight, which is no reason to end a run
+
+
 def nothing_ends(output):
     for ids in output["completion_ids"]:
         ids[-1] = 5
@@ -131,6 +168,14 @@ def test_alarms_do_not_wait_for_a_log(make, caplog):
         trainer.train()
     assert BEGAN < trainer.state.global_step < FALLS["max_steps"]
     assert len(logged(trainer, "monitor/alarms")) == 1  # a single log, at the end
+
+
+def test_a_healthy_run_with_few_logs_has_no_alarm(make, tiny_model_path, caplog):
+    sampler = StaleSampler(tiny_model_path, noise=0.0)
+    trainer = make(RolloutCorrectionMonitor("stop"), sampler=sampler, logging_steps=4, max_steps=8, learning_rate=1e-6)
+    trainer.train()
+    assert messages(caplog) == []
+    assert logged(trainer, "monitor/alarms") == [0.0, 0.0]
 
 
 def test_a_log_is_the_same_with_and_without_a_monitor(make):
@@ -349,6 +394,11 @@ def test_real_falls_are_found_within_a_reasonable_time(fall, completions, begins
     ]
     in_time = [step is not None and begins < step <= begins + found for step in steps]
     assert np.mean(in_time) >= 0.8, steps
+
+
+def test_a_run_that_only_warns_goes_on(observe):
+    _, _, control = observe(RolloutCorrectionMonitor(), fallen(FAR))
+    assert not control.should_training_stop
 
 
 def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_path, caplog):

@@ -250,6 +250,11 @@ def test_bypass_ppo_gradient(make):
     assert_gradients_equal(found, backward(model, loss))
 
 
+def test_a_rejected_completion_adds_nothing_to_the_loss(make):
+    trainer = make(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.000001, spread=0.3)
+    assert trainer.compute_loss(trainer.model, micro_batches(trainer)[0]).item() == 0.0
+
+
 def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make):
     trainer = make(rollout_correction="bypass_ppo_clip", spread=0.0)
     batch = micro_batches(trainer)[0]

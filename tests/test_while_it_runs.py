@@ -97,6 +97,13 @@ def test_a_setting_that_is_changed_after_the_trainer_was_built_is_an_error(make,
     assert trainer.state.global_step == 1
 
 
+def test_a_list_that_is_edited_in_place_is_an_error(make):
+    trainer = make(max_steps=1, rollout_rs="token_k1", rollout_rs_threshold=[0.5, 2.0])
+    trainer.args.rollout_rs_threshold[1] = 3.0
+    with pytest.raises(ValueError, match=r"`rollout_rs_threshold` is \[0.5, 3.0\], but was \[0.5, 2.0\]"):
+        trainer.train()
+
+
 def test_what_is_assigned_before_the_trainer_is_built_acts(tiny_model_path, tmp_path, capsys):
     trainer_class, config_class = TRAINERS["grpo"]
     args = config_class(**config_fields(tmp_path, max_steps=2))
