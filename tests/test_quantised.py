@@ -215,7 +215,10 @@ def test_a_scheme_without_kernel_is_refused_with_those_that_work(make, tiny_mode
         build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **{**QUANTISED, "rollout_engine_kwargs": kwargs})
 
 
-def test_another_error_is_not_called_a_missing_kernel(make):
+@pytest.mark.parametrize("judges", [True, False])
+def test_another_error_is_not_called_a_missing_kernel(make, monkeypatch, judges):
+    if not judges:  # vLLM asks more of its configuration than the layer that we try, as it did on an H200
+        monkeypatch.setattr(engine, "computes", lambda scheme: False)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - vLLM's own
         make(rollout_engine_kwargs={**QUANTISED["rollout_engine_kwargs"], "no_such_argument": 1})
     assert "no_such_argument" in str(raised.value)

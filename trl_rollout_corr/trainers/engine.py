@@ -81,27 +81,27 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
         token = vllm_generation.SamplingParams(max_tokens=1, temperature=0.0)  # kernels may be missing only here
         llm.generate([{"prompt_token_ids": [0]}], token, use_tqdm=False)
     except Exception as error:
-        if computes(None) and scheme != "online" and not computes(scheme):
-            working = [repr(x) for x in schemes() if x != "online" and computes(x)]
-            remedy = (
-                f"Set it to {' or '.join(working)}, which work here." if working else "Remove it: none works here."
-            )
+        # A scheme that works shows that the test itself does: the engine may have failed for another reason
+        working = [] if scheme == "online" or computes(scheme) else [repr(x) for x in schemes() if computes(x)]
+        if working:
             raise ValueError(
-                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. {remedy}"
+                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. Set it to {' or '.join(working)}, "
+                "which work here."
             ) from error
         error.add_note(
             f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other layers "
             "alone, set {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
         )
         raise
-    config = llm.llm_engine.vllm_config.quant_config
-    layers = ", ".join(summary.partition(":")[0] for summary in config.quantized_layer_summaries)
-    notify(
-        f"{_named(scheme)}: vLLM rounds {layers}. All other layers keep their type."
-        if layers
-        else f"{_named(scheme)}, which has no effect: vLLM rounds no layer of this model. "
-        f"Set another of {', '.join(map(repr, schemes()))}, or remove it."
-    )
+    summaries = getattr(llm.llm_engine.vllm_config.quant_config, "quantized_layer_summaries", None)
+    layers = ", ".join(summary.partition(":")[0] for summary in summaries or ())
+    if layers:
+        notify(f"{_named(scheme)}: vLLM rounds {layers}. All other layers keep their type.")
+    elif summaries is not None:  # vLLM before 0.30 does not say
+        notify(
+            f"{_named(scheme)}, which has no effect: vLLM rounds no layer of this model. "
+            f"Set another of {', '.join(map(repr, schemes()))}, or remove it."
+        )
     return llm
 
 
@@ -131,8 +131,8 @@ def check_scheme(scheme: object, of_trl: Mapping[str, Any]) -> None:
         )
 
 
-def computes(scheme: str | None) -> bool:
-    """True if vLLM can quantise a small linear layer with a scheme and compute with it; `None` is a layer of 16 bits."""
+def computes(scheme: str) -> bool:
+    """True if vLLM can quantise a small linear layer with a scheme and compute with it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.quantization import resolve_quantization_config
     from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -140,16 +140,13 @@ def computes(scheme: str | None) -> bool:
     from vllm.platforms import current_platform
 
     dtype, config = torch.bfloat16, VllmConfig()
-    config.model_config = SimpleNamespace(dtype=dtype)  # all that a layer asks for
+    config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=None)  # all that a layer asks for
     try:
         with set_current_vllm_config(config), torch.device(current_platform.device_type), torch.no_grad():
             # `mxfp4` and `mxfp8` are names of formats of a checkpoint, too: so all are given as parts
-            online = scheme and resolve_quantization_config(
-                "online", {"linear": {"fp8": "fp8_per_tensor"}.get(scheme, scheme)}
-            )
-            layer = ReplicatedLinear(
-                256, 256, bias=False, params_dtype=dtype, quant_config=online and OnlineQuantizationConfig(online)
-            )
+            parts = {"linear": {"fp8": "fp8_per_tensor"}.get(scheme, scheme)}
+            online = OnlineQuantizationConfig(resolve_quantization_config("online", parts))
+            layer = ReplicatedLinear(256, 256, bias=False, params_dtype=dtype, quant_config=online)
             layer.weight.weight_loader(layer.weight, torch.ones(256, 256, dtype=dtype))
             layer.quant_method.process_weights_after_loading(layer)
             layer(torch.ones(2, 256, dtype=dtype))
