@@ -4,12 +4,14 @@ Parts of a gap against faults of known size: does `probe` find of each part what
     python benchmarks/shares.py MODEL --output outputs/shares
 
 Trainer and sampler (vLLM) compute in float32, so that nothing else differs. Each fault is put in alone, and its size is the
-`k3_kl` of the whole gap; then in pairs, where its part should have that size. Prints a line for each part and the tally.
+`k3_kl` of the whole gap; then in pairs, where its part should have that size. Faults of the engine are arguments of it, and
+each combination is a process that reads the same tokens. Of the quantisation the size is known in advance, too: weights and
+inputs of the linear layers are rounded in a model of Transformers by the rule of vLLM. Prints a line for each part and the
+tally.
 """
 
 import argparse
 import itertools
-import math
 import os
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,10 +21,32 @@ from unittest.mock import patch
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from trl_rollout_corr.arrival.worker import push
-from trl_rollout_corr.probe.parts import DECODING, DROPOUT, OPTIONS, PADDING, PUSH, WHOLE, chain_of, split
+from trl_rollout_corr.probe.command import in_process
+from trl_rollout_corr.probe.parts import (
+    BODY,
+    CACHE,
+    DECODING,
+    DROPOUT,
+    FLOAT32,
+    HEAD,
+    HEADS,
+    OPTIONS,
+    PADDING,
+    PLAIN,
+    PUSH,
+    QUANTISATION,
+    WHOLE,
+    Part,
+    Scored,
+    chain_of,
+    k3,
+    split,
+)  # fmt: skip
 from trl_rollout_corr.probe.process import Probe, build, run
 
 
@@ -83,14 +107,89 @@ FAULTS = {
 }
 
 
-def measured(probe: Probe, folder: Path, *faults: str) -> tuple[float, dict[str, float]]:
-    """`k3_kl` of the whole gap with some faults, and of the part of each."""
+def measured(probe: Probe, folder: Path, *faults: str) -> tuple[Part, dict[str, Part]]:
+    """The whole gap with some faults, and the part of each."""
     with ExitStack() as stack:
         for fault in faults:
             stack.enter_context(FAULTS[fault][0](probe))
         first = run(probe, folder)
-    parts = {part.name: part.k3 for part in split(first.logps["as_it_is"], chain_of(first, {}))}
-    return parts[WHOLE], {fault: sum(parts.get(name, 0.0) for name in FAULTS[fault][1]) for fault in FAULTS}
+    return parts_of(first, {}, {fault: names for fault, (_, names) in FAULTS.items()})
+
+
+def parts_of(first: Scored, tried: dict[str, Scored], names: dict[str, set[str]]) -> tuple[Part, dict[str, Part]]:
+    """The whole, and the part of each fault that the chain has."""
+    parts = {part.name: part for part in split(first.logps["as_it_is"], chain_of(first, tried))}
+    return parts[WHOLE], {fault: parts[name] for fault in names for name in names[fault] & parts.keys()}
+
+
+# Faults of the engine -------------------------------------------------------------------------------------------------
+
+ENGINE = {"head": {HEAD}, "body": {BODY}, "cache": {CACHE}, "quantisation": {QUANTISATION}}
+BITS = {"cache": {"kv_cache_dtype": "fp8"}, "quantisation": {"quantization": "fp8_per_channel"}}
+
+
+def arguments(faults: frozenset[str]) -> dict[str, object]:
+    """Arguments of an engine with faults."""
+    types = {fault: "bfloat16" if fault in faults else "float32" for fault in ("head", "body")}
+    kwargs = {"dtype": types["body"], "hf_overrides": {"head_dtype": types["head"]}}
+    return kwargs | {name: x for fault in faults & BITS.keys() for name, x in BITS[fault].items()}
+
+
+def of_engines(request: dict[str, object], folder: Path):
+    """Yields faults of the engine, the whole gap and the part of each, and prints the size of the quantisation."""
+    first = in_process("sampling", request, folder / "first")
+    tokens = folder / "first" / "tokens.pt"
+    scored = {frozenset[str](): first.logps["sampler"]}
+
+    def sampler(*faults: str) -> np.ndarray:
+        name = frozenset(faults)
+        if name not in scored:
+            more = {"settings": {"rollout_engine_kwargs": arguments(name)}, "tokens": str(tokens)}
+            title = " + ".join(faults) or "no fault"
+            scored[name] = in_process(title, {**request, **more}, folder / title).logps["sampler"]
+        return scored[name]
+
+    known = k3(first.logps["alone"].astype(float) - rounded(request["model"], torch.load(tokens, weights_only=False)))
+    print(f"quantisation in Transformers: {known.mean():.3e}", flush=True)
+    for faults in [*itertools.combinations(ENGINE, 1), *itertools.combinations(ENGINE, 2)]:
+        if set(faults) == BITS.keys():  # one part
+            continue
+        without_bits = [fault for fault in faults if fault not in BITS]
+        end = sampler(*faults)
+        facts = {**first.facts, "engine_kwargs": arguments(frozenset(faults))}
+        run = Scored({**first.logps, "sampler": end, "pushed": end, "sampled": end}, facts)
+        steps = {PLAIN: without_bits, HEADS: [fault for fault in without_bits if fault != "head"], FLOAT32: []}
+        tried = {change: Scored({"sampler": sampler(*left)}, facts) for change, left in steps.items()}
+        yield faults, *parts_of(run, tried, ENGINE)
+
+
+def rounded(model: str, batches: list[dict[str, torch.Tensor]]) -> np.ndarray:
+    """
+    Log-probabilities of completions, `(N,)`, by a model whose linear layers round to 8 bits: weights with a scale for each
+    row, and inputs with a scale for each token.
+    """
+
+    def fp8(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448  # the largest number of e4m3
+        scale = scale.clamp_min(1 / (448 * 512))
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for name, layer in policy.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            layer.weight.data = fp8(layer.weight.data)
+            layer.register_forward_pre_hook(lambda layer, inputs: (fp8(inputs[0]),))
+    logps = []
+    for batch in batches:
+        for i, mask in enumerate(batch["completion_mask"].bool()):
+            prompt, completion = (
+                batch["prompt_ids"][i][batch["prompt_mask"][i].bool()],
+                batch["completion_ids"][i][mask],
+            )
+            with torch.no_grad():
+                logits = policy(torch.cat([prompt, completion])[None]).logits[0, -len(completion) - 1 : -1]
+            logps.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
+    return torch.cat(logps).numpy()
 
 
 def main():
@@ -100,24 +199,26 @@ def main():
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path("outputs/shares"))
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    request = {"model": args.model, "options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo"}
-    probe = build(
-        {**request, "settings": {}, "output": str(args.output), "completions": args.completions, "length": args.length}
-    )
-    sizes, found = {}, []
-    go = partial(measured, probe, args.output)
-    print(f"without a fault: {go()[0]:.2e}")
-    for faults in [*itertools.combinations(FAULTS, 1), *itertools.combinations(FAULTS, 2)]:
-        whole, parts = go(*faults)
+    args.output.mkdir(parents=True)
+    sizes: dict[str, float] = {}
+    found: list[bool] = []
+
+    def judge(faults: tuple[str, ...], whole: Part, parts: dict[str, Part]):
         for fault in faults:
-            size = sizes.setdefault(fault, whole)
-            off = parts[fault] / size - 1
-            found.append(math.fabs(off) <= CLOSE)
-            print(
-                f"{' + '.join(faults):24} {fault:12} put in {size:.3e}  found {parts[fault]:.3e}  {off:+.0%}",
-                flush=True,
-            )
+            size, part = sizes.setdefault(fault, whole.k3), parts[fault]
+            found.append(abs(part.k3 / size - 1) <= CLOSE)
+            line = f"put in {size:.3e}  found {part.k3:.3e} +- {part.error:.1e}  {part.k3 / size - 1:+.0%}"
+            print(f"{' + '.join(faults):24} {fault:12} {line}", flush=True)
+
+    given = {"options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo", "settings": {}}
+    request = {**given, "model": args.model, "completions": args.completions, "length": args.length}
+    for faults, whole, parts in of_engines(request, args.output):
+        judge(faults, whole, parts)
+    probe = build({**request, "output": str(args.output)})
+    go = partial(measured, probe, args.output)
+    print(f"without a fault: {go()[0].k3:.2e}")
+    for faults in [*itertools.combinations(FAULTS, 1), *itertools.combinations(FAULTS, 2)]:
+        judge(faults, *go(*faults))
     print(f"{sum(found)} of {len(found)} parts within a fifth of their size")
 
 

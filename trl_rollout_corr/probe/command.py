@@ -3,24 +3,21 @@ The command `probe`: the diagnosis of a model and its sampler before any trainin
 No TRL here: each trainer with its sampler has a process of its own (`trl_rollout_corr/probe/process.py`).
 """
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..diagnosis import read_tokens
 from ..diagnosis.text import write_json, write_text
-from .parts import Scored, chain_of, diagnose_parts, split, write_parts
-from .trials import candidates, judged, write_trials
+from .parts import Scored, candidates, chain_of, diagnose_parts, judged, split, write_parts, write_trials
 
 
 # Variables that vLLM reads when it is imported: a small cache on a CPU, and the engine in the process of the trainer
@@ -35,58 +32,59 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     Start a trainer and its sampler as the `run` would, which has the arguments of the command. Returns the diagnosis and two
     tables as text or JSON, and whether nothing has to be done; a `ValueError` in one line if anything cannot be used.
     """
-    if run["model"].startswith(("/", ".", "~")) and not Path(run["model"]).is_dir():  # not a name of the Hub
-        raise ValueError("this folder does not exist. Name a folder, or a model on the Hub")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("`probe` runs in one process, but WORLD_SIZE is above 1: start it without a launcher")
     request = {**run, **(_QUICK if run["quick"] else _SIZES)}
     request["completions"] = run["completions"] or request["completions"]
     with tempfile.TemporaryDirectory(prefix="rollout-probe-") as name:
         folder = Path(name)
-        first = _run("the run as it is", {**request, "settings": {}}, folder / "first")
-        observed = read_tokens(folder / "first" / "dump")
+        first = in_process("the run as it is", {**request, "settings": {}}, folder / "first")
         settings = candidates(first.facts, quick=run["quick"])
         tried: dict[str, Scored | str] = {}
         for i, (change, fields) in enumerate(settings.items()):
-            if isinstance(fields, str):
-                tried[change] = fields
-                continue
             more = {"settings": fields, "tokens": str(folder / "first" / "tokens.pt")}
             try:
-                tried[change] = _run(f"{i + 1} of {len(settings)}, {change}", {**request, **more}, folder / str(i))
+                title = f"{i + 1} of {len(settings)}, {change}"
+                tried[change] = in_process(title, {**request, **more}, folder / str(i))
             except ValueError as error:
                 tried[change] = str(error)
     parts = split(first.logps["as_it_is"], chain_of(first, tried))
-    trials, diagnosis = judged(first, settings, tried), diagnose_parts(observed, parts)
+    trials, diagnosis = judged(first, settings, tried), diagnose_parts(first.facts["observed"], parts)
+    left_out = {change: reason for change, reason in tried.items() if isinstance(reason, str)}
     if as_json:
-        tables = {"parts": [part._asdict() for part in parts], "settings": [trial._asdict() for trial in trials]}
-        return write_json(diagnosis, {**tables, "about": observed.about}), diagnosis.healthy
-    return write_text(diagnosis) + write_parts(parts) + write_trials(trials), diagnosis.healthy
+        tables = {
+            "parts": [part._asdict() for part in parts],
+            "settings": [trial._asdict() for trial in trials],
+            "left_out": left_out,
+        }
+        return write_json(diagnosis, {**tables, "about": first.facts["about"]}), diagnosis.healthy
+    return write_text(diagnosis) + write_parts(parts) + write_trials(trials, left_out), diagnosis.healthy
 
 
-def _run(title: str, request: Mapping[str, Any], output: Path) -> Scored:
-    """Carry out a request in a process of its own, which writes to the folder `output`, and show for how long."""
-    output.mkdir()
-    answer, start = output / "answer.json", time.monotonic()
-    given = json.dumps({**request, "output": str(output)})
-    command = [sys.executable, "-m", "trl_rollout_corr.probe.process", given]
-    environment = {**_ENVIRONMENT, **os.environ}
+def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
+    """Carry out a request in a process of its own, which writes to a new folder, and show for how long."""
+    folder.mkdir()
+    start = time.monotonic()
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        answer = pool.submit(_answer, {**request, "output": str(folder)})
+        while not answer.done():
+            print(f"Probe: {title}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            wait([answer], _PAUSE)
+        try:
+            return answer.result()
+        except BrokenProcessPool:  # it was killed
+            log = (folder / "log").read_text(encoding="utf-8", errors="replace")
+            raise ValueError(f"its process ended: {' '.join(log.split())[-300:]}") from None
+
+
+def _answer(request: Mapping[str, Any]) -> Scored:
+    with (Path(request["output"]) / "log").open("w") as log:  # what libraries print is no answer
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update({**_ENVIRONMENT, **os.environ})
     if not torch.accelerator.is_available():  # compiling for a CPU would take longer than everything else
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
-    with (output / "log").open("w+", encoding="utf-8", errors="replace") as log:
-        # no command asks the user
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        while process.poll() is None:
-            seconds = time.monotonic() - start
-            print(f"Probe: {title}, {seconds:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_PAUSE)
-        if not answer.exists():
-            log.seek(0)
-            raise ValueError(
-                f"its process ended with code {process.returncode}: {' '.join(log.read().split())[-300:]}"
-            )
-    found = json.loads(answer.read_text(encoding="utf-8"))
-    if "error" in found:
-        raise ValueError(found["error"])
-    return Scored({name: np.array(x) for name, x in found["logps"].items()}, found["facts"])
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from .process import carry_out
+
+    try:
+        return carry_out(request)
+    except Exception as error:  # of TRL, of vLLM or of the model, perhaps one that cannot be sent
+        raise ValueError(" ".join(str(error).split())) from None

@@ -1,13 +1,13 @@
 """
 A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step. A request
 is the `run` of `probe` (`trl_rollout_corr/probe/command.py`) with `output` (a folder), `settings` (fields that differ from the
-run), and perhaps `tokens` (a file of another process).
+run), and perhaps `tokens` (a file of another process, whose trainer need not score again if the settings are of vLLM alone).
 """
 
-import json
-import sys
+import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,23 +16,113 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, TrainerCallback
-from trl import get_peft_config, get_quantization_config
+from transformers import AutoTokenizer, TrainerCallback
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.trainer.utils import split_tensor_dict
 
 from ..arrival.server import without_dropout
 from ..arrival.worker import reload
-from ..dumps.files import write_rows
+from ..diagnosis import DumpedTokens
 from ..dumps.rows import make_row, on_host
+from ..dumps.sequences import Sequences
 from ..recording.keys import ROLLOUT_LOGPS
 from ..recording.run_metadata import dropout_of, settings_in_effect
+from ..trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from ..trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from ..trainers.trl_checks import distorting_options
-from .configuration import Config, Trainer, prompts_of, read, shortened
 from .parts import Scored
 
 
 Batch: TypeAlias = dict[str, torch.Tensor]
+Trainer: TypeAlias = RolloutCorrectedGRPOTrainer | RolloutCorrectedRLOOTrainer
+Config: TypeAlias = RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig
+_TRAINERS: dict[str, tuple[type[Trainer], type[Config]]] = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
+PROMPTS = (
+    "What is the capital of France?",
+    "Count from one to ten.",
+    "Write a sentence about rain.",
+    "What is 12 times 7?",
+    "Explain what a prime number is, in two sentences.",
+    "Tell me a short story about a dog that is lost.",
+    "Translate 'good morning' into Spanish.",
+    "If I have 3 apples and eat one, how many are left? Think step by step.",
+)
+OF_VLLM = {"rollout_engine_kwargs", "vllm_mode", "vllm_model_impl"}  # fields that the trainer does not read
+_CONTEXT = 1024  # tokens that the engine has room for, more than the prompts take
+# A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
+_DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+_ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 _LENGTH = 16  # tokens that are sampled to measure the time
+
+
+def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
+    """The class of the trainer of a request, and the configurations of trainer and model. A `ValueError` if unusable."""
+    trainer_class, config_class = _TRAINERS[request["trainer"]]
+    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
+    line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
+    without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
+    given = ["--config", request["config"]] if request["config"] else without_recipe
+    _, args, model_args = parser.parse_args_and_config([*given, *line])
+    if not args.use_vllm:
+        raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
+    if args.vllm_mode != "colocate":
+        raise ValueError(
+            f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM itself. Add "
+            "`--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
+        )
+    if args.settings.rollout_support is not None:
+        raise ValueError(
+            f"`rollout_support` is {args.settings.rollout_support!r}: the trainer then scores over the tokens that sampling "
+            "kept, and vLLM over all. Remove it, and `top_p`, `top_k` and `min_p`, which it makes up for."
+        )
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    return trainer_class, args, model_args
+
+
+def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
+    """The run with one batch of at least so many completions of at most `length` tokens, and with other `settings`."""
+    size = min(args.per_device_train_batch_size, completions)
+    batches = -(-completions // size)
+    batches += batches * size % 2  # two completions for each prompt
+    wanted = {
+        "per_device_train_batch_size": size,
+        "generation_batch_size": None,
+        "steps_per_generation": batches,
+        "gradient_accumulation_steps": batches,
+        "num_generations": 2,
+        "num_iterations": 1,
+        "max_completion_length": min(args.max_completion_length or length, length),
+        # the rest has no part in the gap
+        "beta": 0.0,
+        "sync_ref_model": False,
+        "reward_weights": None,
+        "mask_truncated_completions": False,
+        "report_to": [],
+        "eval_strategy": "no",
+        "load_best_model_at_end": False,
+        "push_to_hub": False,
+        "vllm_enable_sleep_mode": False,
+        "vllm_max_model_length": min(args.vllm_max_model_length or _CONTEXT, _CONTEXT),
+        "rollout_dump_dir": None,
+        "rollout_diagnose": False,
+    }
+    # compiling for a CPU would take longer than everything else
+    eager = {"enforce_eager": True} if args.device.type == "cpu" else {}
+    engine = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs)
+    init = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
+    own = {name: value for name, value in settings.items() if name not in OF_VLLM}
+    wanted |= {**own, "rollout_engine_kwargs": {**eager, **(engine or {})} or None, "model_init_kwargs": init}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the run, and said when it was read
+        return dataclasses.replace(args, **wanted)
 
 
 class _Prepared(Exception):
@@ -75,8 +165,8 @@ class Probe:
         with self.trainer.compute_loss_context_manager():
             return [self.trainer._score_alone(batch, most=len(batch["prompt_ids"])) for batch in batches]
 
-    def write(self, folder: Path, batches: list[Batch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> None:
-        """Write a dump of batches with log-probabilities of the trainer, `(B, T)` each, and those of single sequences."""
+    def observe(self, batches: list[Batch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> DumpedTokens:
+        """Batches with log-probabilities of the trainer, `(B, T)` each, and those of single sequences, for a diagnosis."""
         rows: list[dict[str, Any]] = []
         for batch, ours, alone in zip(batches, logps, again, strict=True):
             mask = self.trainer._loss_mask(batch).bool()
@@ -88,67 +178,55 @@ class Probe:
                 **{"train_logps": ours, "rollout_logps": batch[ROLLOUT_LOGPS].float(), "again_logps": alone},
             }
             rows += [make_row(sequence, step=1) for sequence in on_host(columns)]
-        write_rows(folder, 1, 0, rows, settings_in_effect(self.run), self.about)
+        return DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.run), self.about)
 
 
-def run(probe: Probe, output: Path, batches: list[Batch] | None = None) -> Scored:
-    """Sample, unless there are batches, and score the tokens with both sides. Writes tokens that were sampled, and a dump."""
+def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:
+    """
+    Sample, unless there are batches, and score the tokens with both sides, or without `scoring` with vLLM alone. Writes tokens
+    that were sampled.
+    """
     trainer, first = probe.trainer, batches is None
     batches = probe.sample() if batches is None else batches
     scored, costs = {"sampled": [batch[ROLLOUT_LOGPS] for batch in batches]}, {}
-
-    def add(name: str, score: Callable[[list[Batch]], list[torch.Tensor]]) -> None:
+    if scoring:
         start = time.perf_counter()
-        scored[name] = score(batches)
-        costs[name] = time.perf_counter() - start
-
-    add("as_it_is", probe.score)
+        scored["as_it_is"] = probe.score(batches)
+        costs["trainer"] = time.perf_counter() - start
     off = any(dropout_of(trainer._bare(trainer.model)))
-    if first and off:
-        add("again", probe.score_alone)
     with without_dropout(trainer.model_wrapped) if off else nullcontext():
         if first and off:
-            add("no_dropout", probe.score)
+            scored["no_dropout"] = probe.score(batches)
         if first:
-            add(
-                "one_row",
-                lambda batches: [torch.cat(probe.score(split_tensor_dict(x, len(x["prompt_ids"])))) for x in batches],
-            )
-        add("alone", probe.score_alone)
+            rows = [split_tensor_dict(batch, len(batch["prompt_ids"])) for batch in batches]
+            scored["one_row"] = [torch.cat(probe.score(batch)) for batch in rows]
+        if scoring:
+            scored["alone"] = probe.score_alone(batches)
     masks = [batch["completion_mask"].bool() for batch in batches]
     logps = {
         name: torch.cat([x[mask].float() for x, mask in zip(found, masks, strict=True)]).cpu().numpy()
         for name, found in scored.items()
     }
+    args, llm = trainer.args, trainer.vllm_generation.llm
     if first:
         torch.save(batches, output / "tokens.pt")
-        probe.write(output / "dump", batches, scored["as_it_is"], scored.get("again", scored["alone"]))
-    args, unsplit = trainer.args, ""
-    if args.vllm_mode == "server":
-        unsplit = "The sampler is a server: with `--vllm_mode colocate`, other configurations can be tried."
-    elif probe.run.settings.rollout_support is not None:
-        unsplit = "With `rollout_support`, the trainer scores over the tokens that sampling kept, and vLLM over all."
-    costs["weights"] = sum(x.nbytes for x in trainer.model.parameters())
-    if not unsplit:
-        llm = trainer.vllm_generation.llm
-        if first:
-            logps["pushed"], _ = of_sampler(llm, batches, args.temperature)
-            with torch.no_grad():
-                reload(llm.llm_engine.model_executor.driver_worker)  # the weights of the files
-            llm.reset_prefix_cache()
-        logps["sampler"], costs["sampler"] = of_sampler(llm, batches, args.temperature)
-        model = llm.llm_engine.vllm_config.model_config
-        # computed, because vLLM may keep packed weights elsewhere
-        costs["weights"] += trainer.model.num_parameters() * (1 if model.quantization else model.dtype.itemsize)
+        logps["pushed"], _ = of_sampler(llm, batches, args.temperature)
+        with torch.no_grad():
+            reload(llm.llm_engine.model_executor.driver_worker)  # the weights of the files
+        llm.reset_prefix_cache()
+    logps["sampler"], costs["sampler"] = of_sampler(llm, batches, args.temperature)
+    model = llm.llm_engine.vllm_config.model_config
+    # computed, because vLLM may keep packed weights elsewhere
+    of_vllm = trainer.model.num_parameters() * (1 if model.quantization else model.dtype.itemsize)
+    costs["weights"] = of_vllm + sum(x.nbytes for x in trainer.model.parameters())
     facts = {
-        "unsplit": unsplit,
         "costs": costs,
+        "observed": probe.observe(batches, scored["as_it_is"], scored["alone"]) if first else None,
         "about": probe.about,
         "device": args.device.type,
         "options": [*distorting_options(probe.run)],
         "engine_kwargs": probe.run.settings.rollout_engine_kwargs or {},
         "attention": trainer.model.config._attn_implementation,
-        "casts": hasattr(args, "cast_lm_head_to_fp32"),
     }
     return Scored(logps, facts)
 
@@ -182,13 +260,13 @@ def build(request: Mapping[str, Any]) -> Probe:
     """Build the trainer and the sampler of a request."""
     trainer_class, run, model_args = read(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
-    config = AutoConfig.from_pretrained(request["model"], **source)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    run.vllm_max_model_length = run.vllm_max_model_length or positions
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
     args = shortened(run, request["completions"], request["length"], request["settings"])
+    # vLLM then breaks the forward pass of the trainer, so a run is refused, but this process has none
+    args.vllm_model_impl = request["settings"].get("vllm_model_impl", args.vllm_model_impl)
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-    prompts: list[Any] = list(islice(cycle(prompts_of(request["prompts"])), n))
+    lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
+    prompts: list[Any] = list(islice(cycle(filter(str.strip, lines)), n))
     if tokenizer.chat_template is not None:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     trainer = trainer_class(
@@ -203,17 +281,8 @@ def build(request: Mapping[str, Any]) -> Probe:
     return Probe(trainer, run)
 
 
-def main(request: Mapping[str, Any]) -> None:
-    """Carry out a request, and write `answer.json`, with log-probabilities and facts or an error, to its folder."""
-    output = Path(request["output"])
-    try:
-        batches = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
-        logps, facts = run(build(request), output, batches)
-        answer: dict[str, Any] = {"logps": {name: x.tolist() for name, x in logps.items()}, "facts": facts}
-    except Exception as error:  # of TRL, of vLLM or of the model
-        answer = {"error": " ".join(str(error).split())}
-    (output / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+def carry_out(request: Mapping[str, Any]) -> Scored:
+    """The answer to a request, which needs a process of its own."""
+    batches = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
+    scoring = batches is None or not request["settings"].keys() <= OF_VLLM
+    return run(build(request), Path(request["output"]), batches, scoring=scoring)
