@@ -39,11 +39,10 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
         first = in_process("the run as it is", {**request, "settings": {}}, folder / "first")
         settings = candidates(first.facts, quick=run["quick"])
         tried: dict[str, Scored | str] = {}
-        for i, (change, fields) in enumerate(settings.items()):
+        for i, (change, fields) in enumerate(settings.items(), 1):
             more = {"settings": fields, "tokens": str(folder / "first" / "tokens.pt")}
             try:
-                title = f"{i + 1} of {len(settings)}, {change}"
-                tried[change] = in_process(title, {**request, **more}, folder / str(i))
+                tried[change] = in_process(f"{i} of {len(settings)}, {change}", {**request, **more}, folder / str(i))
             except ValueError as error:
                 tried[change] = str(error)
     parts = split(first.logps["as_it_is"], chain_of(first, tried))

@@ -262,8 +262,9 @@ def build(request: Mapping[str, Any]) -> Probe:
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
     args = shortened(run, request["completions"], request["length"], request["settings"])
-    # vLLM then breaks the forward pass of the trainer, so a run is refused, but this process has none
-    args.vllm_model_impl = request["settings"].get("vllm_model_impl", args.vllm_model_impl)
+    if impl := request["settings"].get("vllm_model_impl"):
+        # refused in a run, because vLLM then breaks the forward pass of the trainer, but this process makes none
+        args.vllm_model_impl, args.check = impl, lambda: None  # type: ignore[method-assign]
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
     prompts: list[Any] = list(islice(cycle(filter(str.strip, lines)), n))
