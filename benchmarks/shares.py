@@ -5,9 +5,9 @@ Parts of a gap against faults of known size: does `probe` find of each part what
 
 Trainer and sampler (vLLM) compute in float32, so that nothing else differs. Each fault is put in alone, and its size is the
 `k3_kl` of the whole gap; then in pairs, where its part should have that size. Faults of the engine are arguments of it, and
-each combination is a process that reads the same tokens. Of the quantisation the size is known in advance, too: weights and
-inputs of the linear layers are rounded in a model of Transformers by the rule of vLLM. Prints a line for each part and the
-tally.
+each combination is a process that reads the same tokens. vLLM quantises no engine in float32, so the size of that part comes
+from a model of Transformers whose linear layers round weights and inputs by the rule of vLLM. Prints a line for each part and
+the tally.
 """
 
 import argparse
@@ -125,6 +125,10 @@ def parts_of(first: Scored, tried: dict[str, Scored], names: dict[str, set[str]]
 # Faults of the engine -------------------------------------------------------------------------------------------------
 
 ENGINE = {"head": {HEAD}, "body": {BODY}, "cache": {CACHE}, "quantisation": {QUANTISATION}}
+COMBINATIONS = [
+    ("head",), ("body",), ("cache",), ("head", "body"), ("head", "cache"), ("body", "cache"), ("body", "quantisation"),
+    ("head", "body", "quantisation"),
+]  # fmt: skip
 BITS = {"cache": {"kv_cache_dtype": "fp8"}, "quantisation": {"quantization": "fp8_per_channel"}}
 
 
@@ -135,8 +139,8 @@ def arguments(faults: frozenset[str]) -> dict[str, object]:
     return kwargs | {name: x for fault in faults & BITS.keys() for name, x in BITS[fault].items()}
 
 
-def of_engines(request: dict[str, object], folder: Path):
-    """Yields faults of the engine, the whole gap and the part of each, and prints the size of the quantisation."""
+def of_engines(request: dict[str, object], folder: Path, sizes: dict[str, float]):
+    """Yields faults of the engine, the whole gap and the part of each. Adds the size of the quantisation to `sizes`."""
     first = in_process("sampling", request, folder / "first")
     tokens = folder / "first" / "tokens.pt"
     scored = {frozenset[str](): first.logps["sampler"]}
@@ -150,10 +154,8 @@ def of_engines(request: dict[str, object], folder: Path):
         return scored[name]
 
     known = k3(first.logps["alone"].astype(float) - rounded(request["model"], torch.load(tokens, weights_only=False)))
-    print(f"quantisation in Transformers: {known.mean():.3e}", flush=True)
-    for faults in [*itertools.combinations(ENGINE, 1), *itertools.combinations(ENGINE, 2)]:
-        if set(faults) == BITS.keys():  # one part
-            continue
+    sizes["quantisation"] = float(known.mean())
+    for faults in COMBINATIONS:
         without_bits = [fault for fault in faults if fault not in BITS]
         end = sampler(*faults)
         facts = {**first.facts, "engine_kwargs": arguments(frozenset(faults))}
@@ -212,7 +214,7 @@ def main():
 
     given = {"options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo", "settings": {}}
     request = {**given, "model": args.model, "completions": args.completions, "length": args.length}
-    for faults, whole, parts in of_engines(request, args.output):
+    for faults, whole, parts in of_engines(request, args.output, sizes):
         judge(faults, whole, parts)
     probe = build({**request, "output": str(args.output)})
     go = partial(measured, probe, args.output)
