@@ -109,9 +109,11 @@ def test_a_part_that_another_one_undoes_gets_nothing():
 def test_what_cannot_be_measured_is_a_part_together_with_the_next_one():
     first, tried = answers()
     parts = parts_of(first, {**tried, FLOAT32: "no memory"})
-    assert f"{BODY} + {KERNELS}" in parts
+    assert f"{KERNELS} + {BODY}" in parts
     assert sum(part.k3 for part in parts.values()) == pytest.approx(2 * parts[WHOLE].k3)
-    assert f"{BODY} + {KERNELS}" in write_parts([*parts.values()])
+    assert f"{KERNELS} + {BODY}" in write_parts([*parts.values()])
+    parts = parts_of(first, {**tried, HEADS: "not a field"})  # on both sides
+    assert [name for name in parts if HEAD in name or BODY in name] == [f"{BODY} + {HEAD}"]
 
 
 def test_a_small_part_beside_a_large_one_is_in_doubt():

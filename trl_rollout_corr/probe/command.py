@@ -70,10 +70,8 @@ def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
         try:
             return answer.result()
         except BrokenProcessPool:  # it was killed
-            log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-            raise ValueError(
-                f"its process was killed, perhaps for lack of memory. {' '.join(log.split())[-300:]}"
-            ) from None
+            log = " ".join((folder / "log").read_text(encoding="utf-8", errors="replace").split())
+            raise ValueError(f"its process was killed, perhaps for lack of memory. {log[-300:]}") from None
 
 
 def _answer(request: Mapping[str, Any]) -> Scored:

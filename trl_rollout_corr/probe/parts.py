@@ -110,7 +110,7 @@ def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> 
     for name, logps in chain:
         names.append(name)
         if not isinstance(logps, str):
-            joint, after = " + ".join(dict.fromkeys(names)), logps[finite].astype(np.float64)
+            joint, after = " + ".join(sorted({*names})), logps[finite].astype(np.float64)
             steps[joint] = steps.get(joint, 0.0) + here - after
             here, names = after, []
 
