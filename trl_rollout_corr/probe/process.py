@@ -55,7 +55,7 @@ _CONTEXT = 1024  # tokens that the engine has room for, more than the prompts ta
 # A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
 _DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
-_LENGTH = 16  # tokens that are sampled to measure the time
+_LENGTH = 8  # tokens that are sampled to measure the time
 
 
 def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
