@@ -37,7 +37,7 @@ _PARTS = {
     "truncation": (OPTIONS,),
     "penalty": (OPTIONS,),
 }
-# Share of the gap up to which a part rules its causes out, and from which on it is found
+# Share of the gap up to which a part is in doubt and rules its causes out, and from which on it is found
 _SMALL, _LARGE = 0.2, 0.75
 LOW = ("bfloat16", "float16")
 _ALIKE = 1.2  # times the smallest gap, up to which the fastest setting is taken
@@ -143,10 +143,10 @@ def write_parts(parts: Sequence[Part]) -> str:
     for part in parts:
         share = percent(round(part.k3 / parts[-1].k3, 3)) if parts[-1].k3 else "-"
         rows.append((part.name, number(part.k3), number(part.error), share, percent(round(part.equal, 3))))
-    hidden = [part.name for part in parts[:-1] if abs(part.k3) < part.error]
+    small = [part.name for part in parts[:-1] if 0 < abs(part.k3) < max(part.error, _SMALL * parts[-1].k3)]
     lines = ["", "Where the gap comes from: one change each on the way from the trainer to the sampler.", *table(rows)]
-    if hidden:
-        lines.append(f"Perhaps 0, perhaps twice +-, as larger parts hide it: {', '.join(hidden)}.")
+    if small:
+        lines.append(f"In doubt, because larger parts hide or change a small one: {', '.join(small)}.")
     return "\n".join([*lines, "Not measured: an adapter (a new one adds 0), older weights, and several ranks."]) + "\n"
 
 
