@@ -40,13 +40,14 @@ from trl_rollout_corr.probe.parts import (
     PLAIN,
     PUSH,
     QUANTISATION,
+    SMALL,
     WHOLE,
     Part,
     Scored,
     chain_of,
     k3,
     split,
-)  # fmt: skip
+)
 from trl_rollout_corr.probe.process import Probe, build, run
 
 
@@ -203,13 +204,16 @@ def main():
     args = parser.parse_args()
     args.output.mkdir(parents=True)
     sizes: dict[str, float] = {}
-    found: list[bool] = []
+    found: dict[bool, list[bool]] = {True: [], False: []}  # by whether `probe` puts the part in doubt
 
     def judge(faults: tuple[str, ...], whole: Part, parts: dict[str, Part]):
         for fault in faults:
             size, part = sizes.setdefault(fault, whole.k3), parts[fault]
-            found.append(abs(part.k3 / size - 1) <= CLOSE)
-            line = f"put in {size:.3e}  found {part.k3:.3e} +- {part.error:.1e}  {part.k3 / size - 1:+.0%}"
+            doubt = abs(part.k3) < max(part.error, SMALL * whole.k3)
+            found[doubt].append(abs(part.k3 / size - 1) <= CLOSE)
+            line = (
+                f"put in {size:.3e}  found {part.k3:.3e} +- {part.error:.1e}  {part.k3 / size - 1:+.0%}{' ?' * doubt}"
+            )
             print(f"{' + '.join(faults):24} {fault:12} {line}", flush=True)
 
     given = {"options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo", "settings": {}}
@@ -221,7 +225,10 @@ def main():
     print(f"without a fault: {go()[0].k3:.2e}")
     for faults in [*itertools.combinations(FAULTS, 1), *itertools.combinations(FAULTS, 2)]:
         judge(faults, *go(*faults))
-    print(f"{sum(found)} of {len(found)} parts within a fifth of their size")
+    for doubt, close in found.items():
+        print(
+            f"{sum(close)} of {len(close)} parts within a fifth of their size, {'in doubt (?)' if doubt else 'not in doubt'}"
+        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ _PARTS = {
     "penalty": (OPTIONS,),
 }
 # Share of the gap up to which a part is in doubt and rules its causes out, and from which on it is found
-_SMALL, _LARGE = 0.2, 0.75
+SMALL, _LARGE = 0.2, 0.75
 LOW = ("bfloat16", "float16")
 _ALIKE = 1.2  # times the smallest gap, up to which the fastest setting is taken
 
@@ -123,7 +123,7 @@ def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> 
 def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
     """The diagnosis of tokens, without causes whose parts are surely small, and with that of a part that is nearly all."""
     *parts, whole = parts
-    large = [part.name for part in parts if abs(part.k3) + part.error > _SMALL * whole.k3]
+    large = [part.name for part in parts if abs(part.k3) + part.error > SMALL * whole.k3]
     acting = {cause: [name for name in large if any(x in name for x in names)] for cause, names in _PARTS.items()}
     found = diagnose(observed, {cause for cause, names in acting.items() if not names})
     if found.size < FLOOR or found.findings:
@@ -143,7 +143,7 @@ def write_parts(parts: Sequence[Part]) -> str:
     for part in parts:
         share = percent(round(part.k3 / parts[-1].k3, 3)) if parts[-1].k3 else "-"
         rows.append((part.name, number(part.k3), number(part.error), share, percent(round(part.equal, 3))))
-    small = [part.name for part in parts[:-1] if 0 < abs(part.k3) < max(part.error, _SMALL * parts[-1].k3)]
+    small = [part.name for part in parts[:-1] if 0 < abs(part.k3) < max(part.error, SMALL * parts[-1].k3)]
     lines = ["", "Where the gap comes from: one change each on the way from the trainer to the sampler.", *table(rows)]
     if small:
         lines.append(f"In doubt, because larger parts hide or change a small one: {', '.join(small)}.")
