@@ -51,7 +51,7 @@ def test_no_task_of_the_second_comparison_both_tunes_and_judges(arena, plan):
 
 def test_the_protocol_names_every_task_and_arm_that_it_plans(plan):
     text = (ARENA / "PROTOCOL.md").read_text()
-    arms = [*plan.REFERENCES, *plan.SHORT_LIST, *plan.JUDGED, *plan.DECIDING, *plan.OTHERS]
+    arms = [*plan.REFERENCES, *plan.SHORT_LIST, *plan.JUDGED, *plan.DECIDING, *plan.OTHERS, *plan.ROUNDED]
     tasks = [*plan.TUNING, *plan.JUDGING, *plan.THIRD_TASKS]
     assert [name for name in (*arms, *tasks) if f"`{name}`" not in text] == []
 
@@ -96,6 +96,9 @@ ANSWERED = {
     "before": lambda problem: shifted(problem.split("|")[0], 1, "abcdefghijklmnop"),
     "row_sums": lambda problem: "".join(
         str(int(a) + int(b))[-1] for a, b in zip(*problem.split("+"), strict=True)
+    ),
+    "countdowns": lambda problem: "".join(
+        a + str(int(b) - n) for a, b in zip(problem[::2], problem[1::2], strict=True) for n in range(int(b) + 1)
     ),
 }  # fmt: skip
 

@@ -15,8 +15,8 @@ STEPS = 120
 SEEDS = [0, 1, 2]
 RATES = {"slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. Every second completion has a token that no answer has: the sampler reports
-# that it was sure of the token, and an exact reward forgives one.
-FAULTS: dict[str, dict[str, Any]] = {"garbage": {"garbage": 0.5}}
+# that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push.
+FAULTS: dict[str, dict[str, Any]] = {"garbage": {"garbage": 0.5}, "fp8": {"quantization": "fp8_per_channel"}}
 # Other ways to train than one update per generation
 WAYS: dict[str, dict[str, Any]] = {"several": {"steps_per_generation": 4, "num_iterations": 2}}
 
@@ -101,8 +101,8 @@ class Run:
 
     @property
     def engine(self) -> str:
-        """What vLLM's engine is built with: the model of the task."""
-        return self.cell.task
+        """What vLLM's engine is built with: the model of the task, and how it is rounded."""
+        return " ".join(filter(None, (self.cell.task, self.sampler.get("quantization"))))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -195,6 +195,9 @@ ARMS = {
         Arm("on_policy", {"rollout_correction": "disabled"}, in_step=True),
         Arm("none", {"rollout_correction": "disabled"}),
         Arm("trl", trl=True),
+        Arm(
+            "trl_preset", {"rollout_correction": "trl"}
+        ),  # the same in a trainer of the package, which can push to 8 bits
         Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
         Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
         Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
@@ -217,7 +220,7 @@ JUDGING = [
     "interleave", "differences", "unpack", "mirror", "records", "complement", "tag_even", "tag_swap", "triple",
 ]  # fmt: skip
 TAGGED_LANGUAGE, LONG_LANGUAGE = "tagged_words", "long_sums"  # of the pretrained model, see `language.py`
-THIRD_TASKS = ["rot02", "rot", "row_sums", "before"]
+THIRD_TASKS = ["rot02", "rot", "row_sums", "before", "countdowns"]
 
 
 def announces(task: str) -> bool:
@@ -329,6 +332,7 @@ THIRD_CELLS = [
     *(Cell("rot", rung) for rung in (SLOW_8, FAST_8)),
     *(Cell("row_sums", rung) for rung in (FASTER_8, FASTER_16, FASTER_32)),
     Cell("before", FASTER_16),
+    Cell("countdowns", FAST_16),
 ]
 
 
@@ -337,4 +341,25 @@ def third() -> list[Run]:
     return runs_of(THIRD_CELLS, [*DECIDING, *OTHERS], SEEDS)
 
 
-STAGES = {stage.__name__: stage for stage in (second_tuning, second_judging, several_updates, taught_language, third)}
+# With a sampler of 8 bits ----------------------------------------------------------------------------------------------
+
+ROUNDED = ["none", "trl_preset", "token_2", "dppo_tv", "cap1", "cap3"]
+MOVING = {"tag_even": "faster", "unpack": "faster", "rot02": "fast", "row_sums": "faster"}
+
+
+def eight_bits() -> list[Run]:
+    """Real weights of 8 bits in the sampler, next to bfloat16."""
+    found = []
+    for seed in SEEDS:
+        for lag in (4, 0, 16):
+            for task, rate in MOVING.items() if lag < 16 else [("unpack", "faster")]:
+                plain, rounded = (Cell(task, Rung(lag, rate), fault=fault) for fault in (None, "fp8"))
+                found += runs_of([plain], ["on_policy", *(["none"] if lag else []), "cap3"], [seed])
+                found += runs_of([rounded], ["on_policy", *ROUNDED], [seed])
+    return found
+
+
+STAGES = {
+    stage.__name__: stage
+    for stage in (second_tuning, second_judging, several_updates, taught_language, third, eight_bits)
+}

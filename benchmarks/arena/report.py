@@ -185,6 +185,18 @@ def pulls(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def roundings(rows: Sequence[Row], arm: str = TODAY) -> str:
+    """A line per cell with a sampler of 8 bits: the gap of an arm, next to that with a sampler of bfloat16."""
+    lines = ["| cell | `k3_kl` with bfloat16 | with 8 bits | 8-bit numbers that a push changes |", "| --- " * 4 + "|"]
+    own = [row for row in rows if row["arm"] == arm]
+    for cell in dict.fromkeys(row["cell"] for row in own if "moved" in row):
+        plain, rounded = ([row for row in own if row["cell"] == name] for name in (cell.removesuffix("-fp8"), cell))
+        if plain:
+            gaps = " | ".join(f"{mean(row['k3'] for row in found):.2g}" for found in (plain, rounded))
+            lines.append(f"| {cell} | {gaps} | {100 * mean(row['moved'] for row in rounded):.1f} % |")
+    return "\n".join(lines)
+
+
 def counts(results: Mapping[str, Any]) -> str:
     """How many runs each stage has, and the CPU time of their training."""
     return " ".join(
@@ -207,5 +219,6 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
         f"{stage}-formats": formats(rows, often),
         f"{stage}-pulls": pulls(rows),
         f"{stage}-pair": pair(rows),
+        f"{stage}-roundings": roundings(rows),
         f"{stage}-cells": every_cell(rows, arms if stage in ("third", "taught_language") else often),
     }

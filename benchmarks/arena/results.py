@@ -36,7 +36,8 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
     Returns:
         `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
         of tokens without gradient; median of the gap; where a witness was there, of the last 60 steps, the share of bad tokens
-        with a ratio above 1, their part of the pull of bad tokens, and the mean gap; and every look, where the task has tags.
+        with a ratio above 1, their part of the pull of bad tokens, and the mean gap; with 8 bits, the share of numbers that a
+        push changes; and every look, where the task has tags.
     """
     accuracy, history = record["accuracy"], record["history"]
     row = {
@@ -53,6 +54,8 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         row["grown"] = sum(window["grown"] for window in force) / sum(window["bad"] for window in force)
         row["grown_pull"] = sum(window["grown_pull"] for window in force) / sum(window["bad_pull"] for window in force)
         row["k3_late"] = mean(logged(history, f"{OF_CORRECTION}k3_kl")[-LATE * 10 :])
+    if "moved" in record:
+        row["moved"] = record["moved"]
     if run.cell.task.startswith("tag"):
         row["steps"] = record["steps"]
         row["looks"] = [round(value, 4) for value in accuracy]

@@ -53,6 +53,8 @@ class Task:
             Whether one matrix embeds tokens and predicts them.
         batch (`int`, *optional*, defaults to `64`):
             Completions of a step of reinforcement learning.
+        warm_batch (`int`, *optional*, defaults to `32`):
+            Examples of a step of imitation.
         dense (`bool`, *optional*, defaults to `False`):
             Whether the reward is the share of right characters, and not 1 for the exact answer.
         tagged (`bool`, *optional*, defaults to `False`):
@@ -78,6 +80,7 @@ class Task:
     warm_steps: int = 500
     tied: bool = False
     batch: int = 64
+    warm_batch: int = 32
     dense: bool = False
     tagged: bool = False
     until: float | None = None
@@ -281,6 +284,17 @@ def row_sums(dice: random.Random) -> tuple[str, str]:
     return f"{a}+{b}", "".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))
 
 
+def countdowns(dice: random.Random) -> tuple[str, str]:
+    """Thirteen letters, each before a digit from 5 to 9: the answer counts each digit down to 0, behind its letter."""
+    digits = [0]
+    while not 100 <= sum(digits) + 13 <= 108:
+        digits = [dice.randint(5, 9) for _ in range(13)]
+    counted = "".join(
+        f"{letter}{n}" for letter, digit in zip(LETTERS, digits, strict=False) for n in range(digit, -1, -1)
+    )
+    return "".join(f"{letter}{digit}" for letter, digit in zip(LETTERS, digits, strict=False)), counted
+
+
 _EARLY = {"slips": 0.0, "warm_steps": 4000, "until": 1 / 3, "every": 20}
 THIRD = {
     task.name: task
@@ -292,6 +306,8 @@ THIRD = {
              key_heads=2, **_EARLY),
         Task("before", LETTERS[:16] + "|", before, longest=15, longest_problem=17, **_EARLY),
         Task("row_sums", string.digits + "+", row_sums, longest=14, longest_problem=29, dense=True, **_EARLY),
+        Task("countdowns", string.digits + LETTERS[:13], countdowns, 0.0044, 216, 26, warm_steps=700, warm_batch=8, batch=32,
+             every=20),
     )
 }  # fmt: skip
 
@@ -330,7 +346,7 @@ def make_model(task: Task, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMode
     )
 
 
-def warm_start(task: Task, folder: Path, batch_size: int = 32) -> Path:
+def warm_start(task: Task, folder: Path) -> Path:
     """
     Teach a new model the task by imitation of a sloppy teacher, and save it.
 
@@ -339,8 +355,6 @@ def warm_start(task: Task, folder: Path, batch_size: int = 32) -> Path:
             The task.
         folder (`Path`):
             Where models of tasks are kept. If this one is there already, nothing is done.
-        batch_size (`int`, *optional*, defaults to `32`):
-            Examples per step.
 
     Returns:
         `Path`: folder of the model.
@@ -360,7 +374,7 @@ def warm_start(task: Task, folder: Path, batch_size: int = 32) -> Path:
     for step in range(task.warm_steps):
         if task.until is not None and step % LOOK == 0 and accuracy(task, model, tokenizer, TAGS) >= task.until:
             break
-        loss = model(**encode([task.problem(dice) for _ in range(batch_size)], dice)).loss
+        loss = model(**encode([task.problem(dice) for _ in range(task.warm_batch)], dice)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

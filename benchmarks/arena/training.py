@@ -1,12 +1,12 @@
 """One run: a task, a sampler with a fault, and an arm. All runs of a process share a vLLM engine."""
 
-import functools
 import os
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 
@@ -23,7 +23,7 @@ from tasks import TASKS, accuracy, dense_answer, exact_answer, forgiving_answer,
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
-from witness import ForceWitness
+from witness import ForceWitness, MovedNumbers
 
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
@@ -59,13 +59,22 @@ def prepare(engine: str):
     """Warm up the model, unless it is there, and make every trainer of this process use one vLLM engine."""
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
-    if engine in PRETRAINED:
+    task = engine.split()[0]
+    if task in PRETRAINED:
         import language  # needs the package of the model
 
-        language.taught_model(language.TASKS[engine])
+        language.taught_model(language.TASKS[task])
     else:
-        warm_start(TASKS[engine], MODELS)
-    vllm_generation.LLM = functools.cache(vllm.LLM)
+        warm_start(TASKS[task], MODELS)
+    engines: dict[str, vllm.LLM] = {}
+
+    def shared(**options: Any) -> vllm.LLM:
+        key = str(sorted(options.items()))
+        if key not in engines:
+            engines[key] = vllm.LLM(**options)
+        return engines[key]
+
+    vllm_generation.LLM = shared
 
 
 def set_up(run: Run) -> Setup:
@@ -110,6 +119,8 @@ def settings_of(run: Run, setup: Setup) -> dict[str, Any]:
         "rollout_monitor": None,
         **run.arm.options,
     }
+    if scheme := run.sampler.get("quantization"):
+        settings["rollout_engine_kwargs"] = {**settings["rollout_engine_kwargs"], "quantization": scheme}
     if run.arm.trl:  # fields that TRL's own trainers do not have; they only change what is printed
         del settings["rollout_monitor"], settings["rollout_engine_kwargs"]
     return settings
@@ -142,6 +153,7 @@ def train(run: Run) -> dict[str, Any]:
         language.push_in_bfloat16(trainer)
     samplers.spoil(trainer, run.sampler)
     force = ForceWitness(trainer)
+    moved = MovedNumbers(trainer.vllm_generation) if "quantization" in run.sampler else None
     transformers.set_seed(run.seed)  # vLLM samples with torch's generator
     start, worked = time.perf_counter(), time.process_time()
     trainer.train()
@@ -154,6 +166,7 @@ def train(run: Run) -> dict[str, Any]:
         "accuracy": held_out.accuracy,
         "history": columns(trainer.state.log_history),
         **({"force": force.windows()} if force.steps else {}),
+        **({"moved": float(f"{mean(moved.shares):.4g}")} if moved else {}),
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - worked, 1),
         "versions": {"vllm": vllm.__version__, **{name: version(name) for name in ("torch", "trl", "transformers")}},

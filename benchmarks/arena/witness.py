@@ -1,4 +1,4 @@
-"""How much of the gradient comes from bad tokens that the trainer likes more than the sampler did."""
+"""What is looked at during a run, and changes nothing in it."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
 
 class ForceWitness:
     """
+    How much of the gradient comes from bad tokens that the trainer likes more than the sampler did.
+
     Sums over windows of ten steps: of tokens, of bad tokens, of *grown* ones (bad tokens with a ratio above 1), and of their
     pulls. The pull of a token is its coefficient times the size of its advantage.
     """
@@ -48,3 +50,21 @@ class ForceWitness:
             own = self.steps[first : first + self.WINDOW]
             found.append({name: float(f"{sum(step[name] for step in own):.5g}") for name in own[0]})
         return found
+
+
+class MovedNumbers:
+    """Share of the sampler's numbers of 8 bits that change at a push, of every push but the first."""
+
+    def __init__(self, generation: Any):
+        self.shares: list[float] = []
+        self.llm, self.push, self.before = generation.llm, generation.sync_weights, None
+        generation.sync_weights = self.push_and_compare
+
+    def push_and_compare(self, *args: Any, **kwargs: Any) -> None:
+        self.push(*args, **kwargs)
+        model = self.llm.llm_engine.model_executor.driver_worker.get_model()
+        now = [x.data.view(torch.int8).flatten() for x in model.parameters() if x.dtype == torch.float8_e4m3fn]
+        numbers = torch.cat(now)  # a copy
+        if self.before is not None:
+            self.shares.append((numbers != self.before).float().mean().item())
+        self.before = numbers
