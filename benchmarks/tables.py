@@ -31,15 +31,3 @@ STEP = {
     "ratio of the step": "{step_ratio:.3f}",
     "ratio without sampling": "{training_ratio:.3f}",
 }
-QUANTISED = {
-    "sampler": "{sampler}",
-    "correction": "{arm}",
-    "age": "{age}",
-    "score before": "{before:.3f}",
-    "score after": "{after:.3f}",
-    "first k3": "{k3_first:.2g}",
-    "last k3": "{k3_last:.2g}",
-    "tensors unmoved": "{unmoved}",
-    "numbers moved": "{moved}",
-    "tokens per second": "{speed:.0f}",
-}

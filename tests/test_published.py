@@ -34,7 +34,6 @@ def results_of(folder: str) -> Any:
 def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
     columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
-    columns["quantised"] = tables.QUANTISED
     assert columns.keys() | OF_TRL.keys() | {"gpu"} == results.keys()
     on_gpu = load("gpu").tables(results["gpu"])
     return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()] + on_gpu

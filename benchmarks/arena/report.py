@@ -210,15 +210,16 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
     Text between the marks of the page, by mark. Arms that were tried in less than half of the cells are in the table of scores
     alone.
     """
-    cells = scores(rows)
+    judged = [row for row in rows if stage != "eight_bits" or row["cell"].endswith("-fp8")]  # others are references
+    cells = scores(judged)
     often = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= len(cells) / 2]
     return {
         f"{stage}-spread": str(Spread(rows)),
-        f"{stage}-summary": summary(rows, often),
+        f"{stage}-summary": summary(judged, often),
         f"{stage}-differences": differences(rows, often),
         f"{stage}-formats": formats(rows, often),
         f"{stage}-pulls": pulls(rows),
         f"{stage}-pair": pair(rows),
         f"{stage}-roundings": roundings(rows),
-        f"{stage}-cells": every_cell(rows, arms if stage in ("third", "taught_language") else often),
+        f"{stage}-cells": every_cell(rows, arms if stage in ("third", "taught_language", "eight_bits") else often),
     }

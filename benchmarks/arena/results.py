@@ -50,8 +50,9 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         "rejected": rejected(history),
         "k3": (lambda values: median(values) if values else None)(logged(history, f"{OF_CORRECTION}k3_kl")),
     }
-    if force := record.get("force", [])[-LATE:]:
-        row["grown"] = sum(window["grown"] for window in force) / sum(window["bad"] for window in force)
+    force = record.get("force", [])[-LATE:]
+    if bad := sum(window["bad"] for window in force):  # 0 where no answer is right any more
+        row["grown"] = sum(window["grown"] for window in force) / bad
         row["grown_pull"] = sum(window["grown_pull"] for window in force) / sum(window["bad_pull"] for window in force)
         row["k3_late"] = mean(logged(history, f"{OF_CORRECTION}k3_kl")[-LATE * 10 :])
     if "moved" in record:
