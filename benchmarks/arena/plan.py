@@ -355,9 +355,8 @@ def eight_bits() -> list[Run]:
             for task, rate in MOVING.items() if lag < 16 else [("unpack", "faster")]:
                 plain, rounded = (Cell(task, Rung(lag, rate), fault=fault) for fault in (None, "fp8"))
                 found += runs_of([plain], ["on_policy", *(["none"] if lag else []), "cap3"], [seed])
-                found += runs_of(
-                    [rounded], ["on_policy", *(ROUNDED if lag or task == "tag_even" else ["none", "cap3"])], [seed]
-                )
+                arms = ROUNDED if lag or task == "tag_even" else ["none", "cap3"]
+                found += runs_of([rounded], ["on_policy", *arms], [seed])
     return found
 
 
