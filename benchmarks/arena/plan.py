@@ -344,20 +344,23 @@ def third() -> list[Run]:
 # With a sampler of 8 bits ----------------------------------------------------------------------------------------------
 
 ROUNDED = ["none", "trl_preset", "token_2", "dppo_tv", "cap1", "cap3"]
-MOVING = {"tag_even": "faster", "unpack": "faster", "rot02": "fast"}
+IN_STEP_FASTER, FASTER_4 = Rung(0, "faster"), Rung(4, "faster")
+PLAIN_CELLS = [
+    *(Cell(task, FASTER_4) for task in ("tag_even", "unpack")),
+    Cell("rot02", FAST_4),
+    *(Cell(task, IN_STEP_FASTER) for task in ("tag_even", "unpack")),
+    Cell("unpack", FASTER_16),
+]
 
 
 def eight_bits() -> list[Run]:
-    """Real weights of 8 bits in the sampler, next to bfloat16."""
-    found = []
-    for seed in SEEDS:
-        for lag in (4, 0, 16):
-            for task, rate in MOVING.items() if lag < 16 else [("unpack", "faster")]:
-                plain, rounded = (Cell(task, Rung(lag, rate), fault=fault) for fault in (None, "fp8"))
-                found += runs_of([plain], ["on_policy", *(["none"] if lag else []), "cap3"], [seed])
-                arms = ROUNDED if lag or task == "tag_even" else ["none", "cap3"]
-                found += runs_of([rounded], ["on_policy", *arms], [seed])
-    return found
+    """Real weights of 8 bits in the sampler, and the same cells with bfloat16."""
+    behind, in_step = ([cell for cell in PLAIN_CELLS if (cell.rung.lag > 0) is old] for old in (True, False))
+    return [
+        *runs_of([replace(cell, fault="fp8") for cell in PLAIN_CELLS], ["on_policy", *ROUNDED], SEEDS),
+        *runs_of(behind, [*REFERENCES, "cap3"], SEEDS),
+        *runs_of(in_step, ["on_policy", "cap3"], SEEDS),
+    ]
 
 
 STAGES = {

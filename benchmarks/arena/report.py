@@ -12,6 +12,7 @@ Row = Mapping[str, Any]
 HALF = 0.5  # of the score of the reference: the format is learned
 GAIN = 0.9  # of what the reference gains
 FORMER, TODAY = "cap1", "cap3"  # `auto` before the third comparison, with which the tables compare, and since then
+ROUNDED = "-fp8"  # end of the names of cells with a sampler of 8 bits
 UNKNOWN_SPREAD = 0.02  # while no cell has three seeds; tables say so
 
 
@@ -150,17 +151,6 @@ def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def pair(rows: Sequence[Row], one: str = FORMER, other: str = TODAY) -> str:
-    """A line per cell that has both of two arms, over the seeds that both have."""
-    lines = [f"| cell | seeds | `{one}` | `{other}` | difference |", "| --- " * 5 + "|"]
-    for name, cell in scores(rows).items():
-        seeds = sorted({*cell.get(one, {})} & {*cell.get(other, {})})
-        if seeds:
-            first, second = (mean(cell[arm][seed] for seed in seeds) for arm in (one, other))
-            lines.append(f"| {name} | {len(seeds)} | {first:.3f} | {second:.3f} | {second - first:+.3f} |")
-    return "\n".join(lines)
-
-
 def pulls(rows: Sequence[Row]) -> str:
     """
     A line per cell and cap, of cells with several seeds of both: what bad tokens with a ratio above 1 do in the second half of
@@ -185,12 +175,24 @@ def pulls(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def beside(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """As `every_cell`, of cells with a sampler of 8 bits: those with bfloat16 are arms of them."""
+    rounded = [row for row in rows if row["cell"].endswith(ROUNDED)]
+    plain = [
+        {**row, "cell": row["cell"] + ROUNDED, "arm": f"{row['arm']}, bfloat16"}
+        for row in rows
+        if not row["cell"].endswith(ROUNDED) and row["arm"] != REFERENCE
+    ]
+    first = [name for name in (f"{arm}, bfloat16" for arm in arms) if any(row["arm"] == name for row in plain)]
+    return every_cell([*rounded, *plain], [REFERENCE, *first, *(arm for arm in arms if arm != REFERENCE)])
+
+
 def roundings(rows: Sequence[Row], arm: str = TODAY) -> str:
     """A line per cell with a sampler of 8 bits: the gap of an arm, next to that with a sampler of bfloat16."""
     lines = ["| cell | `k3_kl` with bfloat16 | with 8 bits | 8-bit numbers that a push changes |", "| --- " * 4 + "|"]
     own = [row for row in rows if row["arm"] == arm]
     for cell in dict.fromkeys(row["cell"] for row in own if "moved" in row):
-        plain, rounded = ([row for row in own if row["cell"] == name] for name in (cell.removesuffix("-fp8"), cell))
+        plain, rounded = ([row for row in own if row["cell"] == name] for name in (cell.removesuffix(ROUNDED), cell))
         if plain:
             gaps = " | ".join(f"{mean(row['k3'] for row in found):.2g}" for found in (plain, rounded))
             lines.append(f"| {cell} | {gaps} | {100 * mean(row['moved'] for row in rounded):.1f} % |")
@@ -210,16 +212,15 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
     Text between the marks of the page, by mark. Arms that were tried in less than half of the cells are in the table of scores
     alone.
     """
-    judged = [row for row in rows if stage != "eight_bits" or row["cell"].endswith("-fp8")]  # others are references
-    cells = scores(judged)
+    cells = scores(rows)
     often = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= len(cells) / 2]
     return {
         f"{stage}-spread": str(Spread(rows)),
-        f"{stage}-summary": summary(judged, often),
+        f"{stage}-summary": summary(rows, often),
         f"{stage}-differences": differences(rows, often),
         f"{stage}-formats": formats(rows, often),
         f"{stage}-pulls": pulls(rows),
-        f"{stage}-pair": pair(rows),
         f"{stage}-roundings": roundings(rows),
-        f"{stage}-cells": every_cell(rows, arms if stage in ("third", "taught_language", "eight_bits") else often),
+        f"{stage}-cells": every_cell(rows, arms if stage in ("third", "taught_language") else often),
+        f"{stage}-beside": beside(rows, arms),
     }
