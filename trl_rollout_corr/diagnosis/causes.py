@@ -216,7 +216,7 @@ CAUSES: dict[str, Cause] = {
     "quantised": Cause(
         "a quantised sampler",
         Test(precision.quantised, 0.0, 1.0),
-        "Correct for it: the price of faster sampling. A `k3_kl` of 0.001 to 0.05 was measured with 8 bits, depending on the "
+        "Correct for it: the price of faster sampling. A `k3_kl` of 0.0001 to 0.05 was measured with 8 bits, depending on the "
         "model: `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value cache in 16 bits.",
         correction="any",
     ),
