@@ -50,7 +50,9 @@ def test_gpu(tmp_path):
     assert {row["trainer"] for row in rows["gap"]} == {"fp32 weights, bf16 autocast", "bf16", "fp32"}
     assert all(0 < row["k3"] < 0.01 for row in rows["gap"])
     assert [row["ratio"] for row in rows["cost"] if row["correction"] == "no correction"] == [1.0]
-    assert rows["training"][0]["k3"] > 0
+    assert rows["training"][0]["last"] > 0
+    assert 0 < rows["step"][0]["push"] < rows["step"][0]["step"]
+    assert rows["generation"][0]["speed"] > 0
     assert str(tmp_path) not in (tmp_path / "results.md").read_text()
 
 
