@@ -201,7 +201,8 @@ def test_each_effect_has_a_mark_beside_its_colour_and_its_numbers(tmp_path):
     write_rows(tmp_path / "dump", 1, 0, [row, idle], settings)
     text = write(tmp_path / "dump", tmp_path / "report.html")
     assert '<del class="gone" title="1: p ' in text
-    assert 'factor 0">t0</del>' in text
+    assert 'factor 0" tabindex="0">t0</del>' in text
+    assert 'factor 1" tabindex="-1">t4</span>' in text  # not a stop of the Tab key
     for i, effect in enumerate(effects):
         tag = "del" if effect == "gone" else "span"
         assert f'<{tag} class="{effect}"' in text
