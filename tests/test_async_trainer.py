@@ -83,6 +83,7 @@ def rollout_logps(sample):
 
 OFF = {
     "disabled": {"rollout_correction": "disabled"},
+    "trl": {"rollout_correction": "trl"},
     "measured": {
         "rollout_metrics_only": True,
         "rollout_is": "sequence",
