@@ -72,10 +72,10 @@ sample: $(STAMP)
 	rm $(TUTORIAL)/uncorrected/quickstart.json $(TUTORIAL)/uncorrected/run.json  # which name this machine
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/images/uncorrected.png
 	cp $(SAMPLE)/quickstart.png docs/images/cure.png
-	@# A picture with a palette has a quarter of the size
+	@# Pictures with a palette have a quarter of the size
 	$(BIN)/python -c 'import sys; from PIL import Image; \
 	    [Image.open(path).convert("RGB").quantize(64).save(path, optimize=True) for path in sys.argv[1:]]' \
-	    docs/images/uncorrected.png docs/images/cure.png
+	    docs/images/report.png docs/images/uncorrected.png docs/images/cure.png
 
 # Every way to correct on many tasks and samplers. Goes on where it was interrupted
 arena: $(STAMP)

@@ -126,7 +126,14 @@ def preview(arguments: list[str]) -> tuple[dict, list[str]]:
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS, allow_abbrev=False)
     parser.add_argument("--trainer", choices=[*TRAINERS, "async_grpo"], default="grpo")
     parser.add_argument("--model", choices=["sorting", "smollm2"])
-    for name in ("rollout_correction", "output_dir", "model_folder", "rollout_dump_dir", "eval_every"):
+    for name in (
+        "rollout_correction",
+        "output_dir",
+        "model_folder",
+        "rollout_dump_dir",
+        "rollout_dump_steps",
+        "eval_every",
+    ):
         parser.add_argument(f"--{name}")
     parser.add_argument("--compare", nargs="?")
     chosen, others = parser.parse_known_args(arguments)
