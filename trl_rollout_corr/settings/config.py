@@ -42,8 +42,8 @@ class RolloutCorrectionConfig:
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks.
         rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
-            Rejection criteria, or `None`: {token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, and of
-            probabilities token_{tv,kl,binary_kl} and seq_mean_{tv,binary_kl}.
+            Rejection criteria, or `None`: `{token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`,
+            `token_{tv,kl,binary_kl}` and `seq_mean_{tv,binary_kl}`.
         rollout_rs_threshold (`float` or `list`, *optional*):
             One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a bound for negative and one for
             positive advantages; else an upper bound.
