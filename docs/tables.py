@@ -141,7 +141,8 @@ def dump(table: str) -> str:
 
     def cells(name: str) -> dict[str, str]:
         it = columns[name]
-        return {"type": f"{it.type}{' for each token' if it.per_token else ''}{', or null' if it.null else ''}"}
+        of = re.sub(r"list<item: (\w+)>", r"list of \1", str(it.type))  # `<...>` would be a tag
+        return {"type": f"{of}{' for each token' if it.per_token else ''}{', or null' if it.null else ''}"}
 
     return completed(table, cells, columns)
 
