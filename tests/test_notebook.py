@@ -154,7 +154,7 @@ def test_it_runs(tiny_model_path, tmp_path, monkeypatch):
     assert "`rollout_correction`" in output["disabled"]  # what the alarm advises
     assert (logs["disabled"]["rollout_corr/effective_lr"] == 1).all()
     assert (logs["auto"]["rollout_corr/effective_lr"] < 1).any()
-    assert output["diagnose"].startswith("Found: stale weights")
+    assert re.match("(Found|Possible): stale weights", output["diagnose"])  # few tokens: not always certain
     assert set(names["accuracy"]) == {"disabled", "auto"}
     report = (tmp_path / "runs/report.html").read_text()
     assert "disabled" in report
