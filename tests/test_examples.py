@@ -87,7 +87,7 @@ def test_quickstart_twice_with_a_dump_and_compared(sorting_model, tmp_path):
     assert output.count("Next, every trend") == 1  # the first run leaves that to the second
     folders = re.search(r"report (\S+) (\S+) -o report.html", output).groups()
     main(["report", *folders, "-o", str(tmp_path / "two.html")])
-    assert "disabled; no weights" in (tmp_path / "two.html").read_text()
+    assert "disabled: no correction" in (tmp_path / "two.html").read_text()
 
 
 @pytest.mark.slow

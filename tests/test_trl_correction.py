@@ -65,6 +65,7 @@ def test_the_loss_of_the_unchanged_script_is_kept_bit_for_bit(make, mode):
         {"schedule": "several steps per generation"},
         {"schedule": "not a multiple"},
         {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "sequence", f"{OF_TRL}mode": "token_truncate"},
         {"loss_type": "vespo", f"{OF_TRL}mode": "token_truncate"},
     ],
     ids=str,
