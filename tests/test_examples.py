@@ -189,10 +189,11 @@ def test_setup_goes_on_with_the_index_of_pytorch_by_itself(fresh, tmp_path):
     assert "Installing" not in output_of(*fresh, f"PIP=sh {pip}")  # nothing is left to do
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test"])
-def test_commands_of_the_readme_set_themselves_up(fresh, target):
-    for readme in ("README.md", "README.zh-CN.md"):
-        assert f"\nmake {target} " in (ROOT / readme).read_text()
+@pytest.mark.parametrize(
+    ("target", "pages"), [("quickstart", ["README.md", "README.zh-CN.md"]), ("test", ["CONTRIBUTING.md"])]
+)
+def test_commands_of_the_documents_set_themselves_up(fresh, target, pages):
+    assert all(f"\nmake {target} " in (ROOT / page).read_text() for page in pages)
     output = output_of(*fresh[:3], target, *fresh[4:], "--dry-run")
     assert output.index("Installing torch") < output.index(
         "examples/quickstart.py" if target == "quickstart" else "-m pytest"
