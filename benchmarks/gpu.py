@@ -60,6 +60,7 @@ SHAPES: dict[str, Row] = {
         "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False, "vocab_size": 49_152,
     },
 }  # fmt: skip
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engines are asked for their memory
 COLUMNS = {
     "gap": {
         "sampler": "{sampler}", "trainer": "{trainer}", "tokens": "{tokens}", "k3": "{k3:.3g}",
@@ -201,7 +202,7 @@ def generation(model: str, shape: str, sampler: str, length: int, batches: list[
     from vllm import LLM, SamplingParams
 
     folder = random_model(model, shape, weights=False)
-    options = engine_options(SAMPLERS[sampler])
+    options = engine_options(SAMPLERS[sampler]) | ({} if on_gpu() else {"gpu_memory_utilization": 0.3})
     llm = LLM(str(folder), load_format="dummy", max_model_len=length + 32, max_num_seqs=max(batches), **options)
     params, rows = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False), []
     for completions in batches:
@@ -434,7 +435,7 @@ def main() -> int:
         told = json.dumps([section, {"model": model, **options}])
         command = [sys.executable, __file__, "--part", told, str(output)]
         process = subprocess.run(
-            command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+            command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
         )
         done[key] = {"section": section, "options": options}
         if output.exists():
