@@ -251,6 +251,13 @@ def test_a_run_that_a_probe_cannot_split_is_refused(tiny_model_path, tmp_path):
         read(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
 
 
+def test_a_value_that_argparse_refuses_is_named(tiny_model_path, tmp_path):
+    from trl_rollout_corr.probe.command import in_process
+
+    with pytest.raises(ValueError, match=r"^argument --temperature: invalid float value: 'warm'$"):
+        in_process("a run", request(tiny_model_path, tmp_path, "--temperature", "warm"), tmp_path / "process")
+
+
 RECIPES = sorted(
     str(path.relative_to(ROOT / "recipes"))
     for kind in ("grpo", "rloo")

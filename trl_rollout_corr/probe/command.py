@@ -69,9 +69,10 @@ def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
             wait([answer], _PAUSE)
         try:
             return answer.result()
-        except BrokenProcessPool:  # it was killed
+        except (BrokenProcessPool, SystemExit) as error:  # killed, or ended by argparse, which prints why
             log = " ".join((folder / "log").read_text(encoding="utf-8", errors="replace").split())
-            raise ValueError(f"its process was killed, perhaps for lack of memory. {log[-300:]}") from None
+            killed = f"its process was killed, perhaps for lack of memory. {log[-300:]}"
+            raise ValueError(log.rpartition(": error: ")[2] if isinstance(error, SystemExit) else killed) from None
 
 
 def _answer(request: Mapping[str, Any]) -> Scored:
@@ -86,4 +87,4 @@ def _answer(request: Mapping[str, Any]) -> Scored:
     try:
         return carry_out(request)
     except Exception as error:  # of TRL, of vLLM or of the model, perhaps one that cannot be sent
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None

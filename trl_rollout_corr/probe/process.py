@@ -114,7 +114,6 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         "rollout_dump_dir": None,
         "rollout_diagnose": False,
     }
-    # compiling for a CPU would take longer than everything else
     eager = {"enforce_eager": True} if args.device.type == "cpu" else {}
     engine = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs)
     init = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
