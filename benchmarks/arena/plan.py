@@ -358,7 +358,7 @@ def eight_bits() -> list[Run]:
     behind, in_step = ([cell for cell in PLAIN_CELLS if (cell.rung.lag > 0) is old] for old in (True, False))
     return [
         *runs_of([replace(cell, fault="fp8") for cell in PLAIN_CELLS], ["on_policy", *ROUNDED], SEEDS),
-        *runs_of(behind, [*REFERENCES, "cap3"], SEEDS),
+        *runs_of(behind, [*REFERENCES, "cap1", "cap3"], SEEDS),
         *runs_of(in_step, ["on_policy", "cap3"], SEEDS),
     ]
 
