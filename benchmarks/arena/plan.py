@@ -260,6 +260,11 @@ TUNING_CELLS = [
 ]
 
 
+def shorter(runs: Sequence[Run]) -> list[Run]:
+    """Runs of the language model, which learns in fewer steps."""
+    return [replace(run, steps=40) for run in runs]
+
+
 # Stages of the second comparison --------------------------------------------------------------------------------------
 
 SHORT_LIST = ["cap1_tv10", "cap3_tv10", "cap3", "cap1", "cap5_tv10", "token_2", "dppo_tv"]
@@ -309,8 +314,7 @@ def taught_language() -> list[Run]:
         Cell(TAGGED_LANGUAGE, Rung(3, "faster")),
         Cell(LONG_LANGUAGE, FASTER_8),
     )
-    found = [*runs_of([main], [*REFERENCES, *JUDGED], SEEDS), *runs_of(others, [*REFERENCES, "cap1"])]
-    return [replace(run, steps=40) for run in found]
+    return shorter([*runs_of([main], [*REFERENCES, *JUDGED], SEEDS), *runs_of(others, [*REFERENCES, "cap1"])])
 
 
 def several_updates() -> list[Run]:
@@ -355,11 +359,14 @@ PLAIN_CELLS = [
 
 def eight_bits() -> list[Run]:
     """Real weights of 8 bits in the sampler, and the same cells with bfloat16."""
+    language = [Cell(TAGGED_LANGUAGE, rung) for rung in (FASTER_4, IN_STEP_FASTER)]
     behind, in_step = ([cell for cell in PLAIN_CELLS if (cell.rung.lag > 0) is old] for old in (True, False))
     return [
         *runs_of([replace(cell, fault="fp8") for cell in PLAIN_CELLS], ["on_policy", *ROUNDED], SEEDS),
         *runs_of(behind, [*REFERENCES, "cap1", "cap3"], SEEDS),
         *runs_of(in_step, ["on_policy", "cap3"], SEEDS),
+        *shorter(runs_of([replace(cell, fault="fp8") for cell in language], ROUNDED, SEEDS)),
+        *shorter(runs_of(language[:1], [*REFERENCES, "cap3"], SEEDS)),
     ]
 
 
