@@ -8,7 +8,8 @@ The gap, trainings, and the time of a step on a GPU, with a language model, and 
 Every part has a process of its own, as an engine does not give its memory back. Parts take turns: ten trainings at once on one
 H200 did not end within three minutes. If a part fails, its log is kept in a file, and the others are run. If the command is
 interrupted, the same command goes on. It writes `results.json` and `results.md`, which hold no names, paths and addresses, to
-the output folder. `results/gpu.json` beside this file has what was measured in fifteen minutes of an H200.
+the output folder. `results/gpu.json` beside this file has what was measured in fifteen minutes of an H100, and
+`results/gpu_h200.json` in those of an H200.
 """
 
 import argparse
@@ -136,8 +137,7 @@ def training(model: str, trained: str, sampler: str, runs: list[tuple[str, int, 
             max_completion_length=8,
             vllm_max_model_length=256,
             generation_kwargs={"stop_token_ids": end},
-            per_device_train_batch_size=16 if on_gpu() else few,
-            gradient_accumulation_steps=4 if on_gpu() else 1,
+            per_device_train_batch_size=64 if on_gpu() else few,
         )
         if age:
             Lag(trainer, age)

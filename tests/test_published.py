@@ -34,8 +34,9 @@ def results_of(folder: str) -> Any:
 def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
     columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
-    assert columns.keys() | OF_TRL.keys() | {"gpu"} == results.keys()
-    on_gpu = load("gpu").tables(results["gpu"])
+    on_gpus = [name for name in results if name.startswith("gpu")]
+    assert columns.keys() | OF_TRL.keys() | {*on_gpus} == results.keys()
+    on_gpu = [table for name in on_gpus for table in load("gpu").tables(results[name])]
     return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()] + on_gpu
 
 
