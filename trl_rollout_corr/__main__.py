@@ -109,14 +109,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "docs",
-        help="print a document, or find a word in all of them, or list them",
-        description="Print a document or one of its sections. For any other word, print the sections with it in their "
+        help="print a document, or find words in all of them, or list them",
+        description="Print a document or one of its sections. For any other words, print the sections with them in their "
         "heading, and list the others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",
-        nargs="?",
-        help="a document such as debugging, a section such as debugging#k3_high, or a word",
+        nargs="*",
+        help="a document such as debugging, a section such as debugging#k3_high, or words",
     )
     command.set_defaults(run=_docs, subject="name")
 
@@ -286,7 +286,7 @@ def _recipes(args: argparse.Namespace) -> str:
 def _docs(args: argparse.Namespace) -> str:
     from .settings.documents import document
 
-    return document(args.name)
+    return document(" ".join(args.name) or None)
 
 
 def _check(args: argparse.Namespace) -> str:

@@ -182,8 +182,8 @@ def never_pushed(o: DumpedTokens) -> Evidence | None:
     if _serves_adapters(o) or not _may_stand_still(o):
         return None
     evidence = _unless_faster_than_steps(o, _by_step(o))
-    # an adapter that is added twice, or in part, would grow in the same way; updates that 8 bits round away add up at first
-    known = o.about.get("adapter") == "none" and o.about.get("quantization", "None") == "None"
+    # an adapter that is added twice, or in part, would grow in the same way; updates that the sampler rounds away add up
+    known = o.about.get("adapter") == "none" and not (o.quantised or o.coarser)
     return evidence if known else evidence and evidence._replace(most=POSSIBLE)
 
 

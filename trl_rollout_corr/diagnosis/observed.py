@@ -63,6 +63,17 @@ class DumpedTokens:
     def __len__(self) -> int:
         return len(self.d)
 
+    @property
+    def quantised(self) -> bool:
+        """True if vLLM reports that its weights are quantised."""
+        return self.about.get("quantization", "None") != "None"
+
+    @property
+    def coarser(self) -> str:
+        """Type of a sampler in 16 bits beside a trainer in float32, whose own noise is then no baseline; otherwise empty."""
+        sampler = self.about.get("sampler_dtype", "")
+        return sampler if self.about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
+
     @cached_property
     def total(self) -> float:
         """Sum of the squared log-ratio, of which causes explain shares."""

@@ -22,12 +22,6 @@ _QUANTISED = 0.03
 _GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the median
 
 
-def coarser_sampler(about: Mapping[str, str]) -> str:
-    """Type of a sampler in 16 bits beside a trainer in float32, whose own noise is then no baseline; otherwise empty."""
-    sampler = about.get("sampler_dtype", "")
-    return sampler if about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
-
-
 def noise_floor(o: DumpedTokens) -> float | None:
     """Mean square of the trainer's difference from itself over that of the gap; `None` if too few tokens have two scores."""
     again = np.isfinite(o.again) & o.core
@@ -111,7 +105,7 @@ def _systematic(o: DumpedTokens, sentence: str) -> Evidence:
 def _looks_like_weights(o: DumpedTokens) -> bool:
     """True of a gap that looks like one of other weights in any case: of old samples, or low precision that is known."""
     ages = o.staleness[np.isfinite(o.staleness)]
-    known = caches_in_low_precision(o.about) or samples_quantised(o.about)
+    known = caches_in_low_precision(o.about) or o.quantised
     return known or bool(ages.size and ages.min() > 0)
 
 
@@ -157,7 +151,7 @@ def kv_cache(o: DumpedTokens) -> Evidence | None:
 
 def quantised(o: DumpedTokens) -> Evidence | None:
     """Test for an engine that reports quantised weights whether the gap is as large in the first step as over all steps."""
-    if not samples_quantised(o.about):
+    if not o.quantised:
         return None
     sentence = (
         "the engine reports quantised weights; |d| is {first} in the first step of the dump and {gap} over all steps"
@@ -165,11 +159,6 @@ def quantised(o: DumpedTokens) -> Evidence | None:
     steady = float(o.step.min() > 1 or complete_at_once(o))
     most = 0.99 if o.k3 < _QUANTISED else POSSIBLE
     return Evidence(steady, 1.0, {"first": first_step(o), "gap": rms(o.d[o.core])}, sentence, most=most)
-
-
-def samples_quantised(about: Mapping[str, str]) -> bool:
-    """True if the engine reports that its weights are quantised."""
-    return about.get("quantization", "None") != "None"
 
 
 def caches_in_low_precision(about: Mapping[str, str]) -> bool:
@@ -181,7 +170,7 @@ def head(o: DumpedTokens) -> Evidence | None:
     """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
-    if floor is None or gap > LARGE or coarser_sampler(o.about):
+    if floor is None or gap > LARGE or o.coarser:
         return None
     sentence = "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
     return Evidence(1 - floor, 1.0, {"gap": gap, "floor": floor}, sentence)

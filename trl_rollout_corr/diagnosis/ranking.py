@@ -7,7 +7,7 @@ from ..settings.files import settings_of_run
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .observed import DumpedTokens
-from .precision import coarser_sampler, noise_floor
+from .precision import noise_floor
 
 
 LEAST = 30  # tokens, the least that a diagnosis needs
@@ -106,11 +106,10 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     # normal causes come last, however large
     findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
-    coarser = coarser_sampler(o.about)
-    floor = None if coarser else noise_floor(o)
+    floor = None if o.coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
     n = int((o.lengths > 0).sum())
-    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, coarser, o.quiet)
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet)
 
 
 def _matters(o: DumpedTokens) -> bool:

@@ -88,10 +88,11 @@ def check_types(metadata: Mapping[str, str]) -> None:
     """Warn if trainer and sampler compute in different types."""
     trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
     if trainer and sampler and trainer != sampler and "quantization" not in metadata:  # coarser than both
+        lost = ", and small updates get lost in the sampler until they add up" if trainer == "float32" else ""
         warn(
             f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
-            f"rounding of the coarser one. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server with "
-            f"`--dtype {trainer}`, or let the trainer compute in {sampler}."
+            f"rounding of the coarser one{lost}. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server "
+            f"with `--dtype {trainer}`, or let the trainer compute in {sampler}."
         )
 
 
