@@ -5,7 +5,7 @@ The pretrained language model as two tasks of the second comparison, which it le
   so that they are rare when training with rewards begins.
 - `long_sums`: nine digits are added up, and the answer has every partial sum, which makes about 63 tokens.
 
-All weights are trained on answers for a few steps, and LoRA alone is trained with rewards. Accuracy is the share of answers
+All weights are trained on answers for a few steps, and then LoRA, or all weights, with rewards. Accuracy is the share of answers
 that the policy samples right for held-out questions. No held-out question occurs in the imitation or in training.
 """
 
@@ -216,7 +216,7 @@ def setup(run: Run) -> Setup:
             "reward_funcs": task.reward,
             "train_dataset": Dataset.from_list(drawn),
             "processing_class": tokenizer,
-            "peft_config": LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+            "peft_config": None if run.cell.way else LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         },
         {
             "bf16": True,

@@ -13,12 +13,12 @@ from typing import Any
 
 STEPS = 120
 SEEDS = [0, 1, 2]
-RATES = {"slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
+RATES = {"slower": 2e-5, "slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. Every second completion has a token that no answer has: the sampler reports
 # that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push.
 FAULTS: dict[str, dict[str, Any]] = {"garbage": {"garbage": 0.5}, "fp8": {"quantization": "fp8_per_channel"}}
-# Other ways to train than one update per generation
-WAYS: dict[str, dict[str, Any]] = {"several": {"steps_per_generation": 4, "num_iterations": 2}}
+# Other ways to train: with several updates per generation, and without an adapter where others have one
+WAYS: dict[str, dict[str, Any]] = {"several": {"steps_per_generation": 4, "num_iterations": 2}, "all_weights": {}}
 
 
 @dataclass(frozen=True)
@@ -360,6 +360,7 @@ PLAIN_CELLS = [
 def eight_bits() -> list[Run]:
     """Real weights of 8 bits in the sampler, and the same cells with bfloat16."""
     language = [Cell(TAGGED_LANGUAGE, rung) for rung in (FASTER_4, IN_STEP_FASTER)]
+    whole = Cell(TAGGED_LANGUAGE, Rung(4, "slower"), fault="fp8", way="all_weights")
     behind, in_step = ([cell for cell in PLAIN_CELLS if (cell.rung.lag > 0) is old] for old in (True, False))
     return [
         *runs_of([replace(cell, fault="fp8") for cell in PLAIN_CELLS], ["on_policy", *ROUNDED], SEEDS),
@@ -367,6 +368,7 @@ def eight_bits() -> list[Run]:
         *runs_of(in_step, ["on_policy", "cap3"], SEEDS),
         *shorter(runs_of([replace(cell, fault="fp8") for cell in language], ROUNDED, SEEDS)),
         *shorter(runs_of(language[:1], [*REFERENCES, "cap3"], SEEDS)),
+        *shorter(runs_of([whole], ["none", "cap3", "on_policy", "trl_preset"], SEEDS)),
     ]
 
 
