@@ -5,8 +5,8 @@ The pretrained language model as two tasks of the second comparison, which it le
   so that they are rare when training with rewards begins.
 - `long_sums`: nine digits are added up, and the answer has every partial sum, which makes about 63 tokens.
 
-All weights are trained on answers for a few steps, and then LoRA, or all weights, with rewards. Accuracy is the share of answers
-that the policy samples right for held-out questions. No held-out question occurs in the imitation or in training.
+All weights are trained on answers for a few steps, and then LoRA, or all weights, with rewards. Accuracy is the share of
+answers that the policy samples right for held-out questions. No held-out question occurs in the imitation or in training.
 """
 
 import os
