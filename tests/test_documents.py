@@ -63,10 +63,12 @@ def test_a_misspelt_name_gets_the_nearest(capsys):
     assert "Its sections are look-at-a-run, dump," in capsys.readouterr().err
 
 
-def test_a_word_finds_its_section_first():
+def test_words_find_their_section_first(capsys):
     text = document("k3_uncorrected")
     assert text.startswith("docs debugging#k3_uncorrected\n\n### `k3_uncorrected`\n\n> ")
     assert "docs debugging#alarms\n    " in text
+    assert main(["docs", "8-bit", "samplers"]) == 0
+    assert capsys.readouterr().out.startswith("docs quantised#8-bit-samplers\n")
 
 
 def strings(path: Path) -> Iterator[str]:
