@@ -352,8 +352,9 @@ IN_STEP_FASTER, FASTER_4 = Rung(0, "faster"), Rung(4, "faster")
 PLAIN_CELLS = [
     *(Cell(task, FASTER_4) for task in ("tag_even", "unpack")),
     Cell("rot02", FAST_4),
-    *(Cell(task, IN_STEP_FASTER) for task in ("tag_even", "unpack")),
+    *(Cell(task, IN_STEP_FASTER) for task in ("tag_even", "unpack", "row_sums")),
     Cell("unpack", FASTER_16),
+    Cell("row_sums", FASTER_4),
 ]
 
 
