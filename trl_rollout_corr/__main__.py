@@ -286,7 +286,8 @@ def _recipes(args: argparse.Namespace) -> str:
 def _docs(args: argparse.Namespace) -> str:
     from .settings.documents import document
 
-    return document(" ".join(args.name) or None)
+    args.name = " ".join(args.name)
+    return document(args.name or None)
 
 
 def _check(args: argparse.Namespace) -> str:

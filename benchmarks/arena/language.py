@@ -210,13 +210,14 @@ def setup(run: Run) -> Setup:
     folder, rows = taught_model(task), task.rows()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     drawn = random.Random(run.seed).sample(rows[HELD_OUT:], task.prompts * run.steps)
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     return Setup(
         {
             "model": str(folder),
             "reward_funcs": task.reward,
             "train_dataset": Dataset.from_list(drawn),
             "processing_class": tokenizer,
-            "peft_config": None if run.cell.way else LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+            "peft_config": None if run.cell.way == "all_weights" else adapter,
         },
         {
             "bf16": True,

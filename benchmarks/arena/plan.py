@@ -195,9 +195,8 @@ ARMS = {
         Arm("on_policy", {"rollout_correction": "disabled"}, in_step=True),
         Arm("none", {"rollout_correction": "disabled"}),
         Arm("trl", trl=True),
-        Arm(
-            "trl_preset", {"rollout_correction": "trl"}
-        ),  # the same in a trainer of the package, which can push to 8 bits
+        # The same in a trainer of the package, which can push to 8 bits
+        Arm("trl_preset", {"rollout_correction": "trl"}),
         Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
         Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
         Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),

@@ -178,10 +178,11 @@ def pulls(rows: Sequence[Row]) -> str:
 def beside(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """As `every_cell`, of cells with a sampler of 8 bits: those with bfloat16 are arms of them."""
     rounded = [row for row in rows if row["cell"].endswith(ROUNDED)]
+    cells = {row["cell"] for row in rounded}
     plain = [
         {**row, "cell": row["cell"] + ROUNDED, "arm": f"{row['arm']}, bfloat16"}
         for row in rows
-        if not row["cell"].endswith(ROUNDED) and row["arm"] != REFERENCE
+        if row["cell"] + ROUNDED in cells and row["arm"] != REFERENCE
     ]
     first = [name for name in (f"{arm}, bfloat16" for arm in arms) if any(row["arm"] == name for row in plain)]
     return every_cell([*rounded, *plain], [REFERENCE, *first, *(arm for arm in arms if arm != REFERENCE)])

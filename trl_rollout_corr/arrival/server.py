@@ -181,7 +181,8 @@ class MovementCheck:
     def _warn(self, step: int, trainer: float, server: float) -> None:
         notify(
             "A server may have older weights on purpose (then set `trainer.rollout_step` to their optimizer step at each "
-            "push), and a quantised one may round small updates away. If neither is the case, weights do not arrive: "
+            "push), and one with 8 bits, or in bfloat16 beside a trainer in float32, may round small updates away. If neither "
+            "is the case, weights do not arrive: "
             f"after the push of optimizer step {step}, the trainer's log-probabilities of a fixed text have moved by "
             f"{trainer:.2g} nats per token, but the vLLM server's have moved by only {server:.2g}. {SEE}"
         )

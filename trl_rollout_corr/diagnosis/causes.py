@@ -136,8 +136,8 @@ CAUSES: dict[str, Cause] = {
         "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
         "keep its cache. "
-        f"{HIDES} A vLLM of a coarser type than the trainer, or of 8 bits, rounds small updates away, which looks the same: "
-        "compute in one type, or correct for it.",
+        f"{HIDES} If vLLM has a coarser type than the trainer, or 8 bits, rounding may swallow small updates, which looks the "
+        "same: then compute in one type, or correct for it.",
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
