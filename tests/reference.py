@@ -208,11 +208,6 @@ def direction_metrics(sequences, advantages):
     return {f"kl_advantage_{sign}": statistics.fmean(gaps) for sign, gaps in by_sign.items() if gaps}
 
 
-def percentile(values, percent):
-    """Smallest value that at least `percent` percent of the values do not exceed."""
-    return sorted(values)[max(math.ceil(len(values) * percent / 100 - 1e-6), 1) - 1]
-
-
 # Closed forms of `docs/method.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`
 _normal = statistics.NormalDist()
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.histogram import PERCENTILES
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, OF_PROBABILITIES
 
@@ -420,39 +419,21 @@ def test_veto_reaches_below_the_safety_bound():
     assert keep.tolist() == [[True, True], [False, False]]
 
 
-# Percentiles ----------------------------------------------------------------------------------------------------------
+# Extremes, and sums of different layouts -------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=50), st.floats(1e-4, 1.0))
-def test_percentiles_are_within_their_stated_error(values, scale):
+def test_extremes_are_exact(values, scale):
     values = [value * scale for value in values]
     d = torch.tensor([values], dtype=torch.float64)
     metrics = named(correct(d, torch.zeros_like(d), torch.ones_like(d), rollout_is=None))
-    for percent in PERCENTILES:
-        exact = reference.percentile(values, percent)
-        if abs(exact) < 99:  # beyond the last bin only the extremes are exact
-            assert metrics[f"log_ratio_p{percent}"] == pytest.approx(exact, rel=0.0161, abs=1.2e-7)
     assert metrics["log_ratio_min"] == pytest.approx(min(values))
     assert metrics["log_ratio_max"] == pytest.approx(max(values))
 
 
-def test_percentiles_have_no_limit_on_the_number_of_tokens():
-    d = torch.full((2**12, 2**12 + 1), 0.01)  # torch.quantile refuses this many
-    assert named(correct(d, torch.zeros_like(d), torch.ones_like(d), rollout_is=None))[
-        "log_ratio_p50"
-    ] == pytest.approx(0.01, rel=0.02)
-
-
-def test_the_histogram_covers_every_valid_token():
-    d = torch.tensor([[0.51, -0.51, 0.0, 1e-9, 1e4, -1e4]])
-    correction = correct(d, torch.zeros_like(d), torch.tensor([[1, 1, 1, 1, 1, 0]]), rollout_is=None)
-    counts, edges = correction.statistics.histogram()
-    assert sum(counts) == 5
-    assert len(edges) == len(counts) + 1
-    assert list(edges) == sorted(edges)
-    for value in (0.51, -0.51):
-        assert counts[next(i for i in range(len(counts)) if edges[i] <= value < edges[i + 1])] == 1
-    assert counts[len(counts) // 2] == 2
+def test_sums_of_a_batch_are_few():
+    """They are gathered over all ranks at every optimizer step."""
+    assert len(correct(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)).statistics.vector) < 60
 
 
 def test_statistics_of_different_configurations_do_not_add():

@@ -33,7 +33,6 @@ ORDER = {
     ],  # so far without torch
     "correction": [
         "functional",
-        "histogram",
         "sums",
         "metrics",
         "groups",

@@ -1,7 +1,7 @@
 """
 Metrics as sums on the device, which become numbers when they are logged. Torch only.
 
-A batch is described by one float64 vector of sums, counts, histogram bins and maxima ([`Statistics`]). The host waits for the
+A batch is described by one float64 vector of sums, counts and maxima ([`Statistics`]). The host waits for the
 device in [`Statistics.finish`] only. For each subject (the two policies, importance weights, rejection), the sums and the
 metrics made of them stand next to each other.
 
@@ -16,7 +16,6 @@ from typing import NamedTuple, Self
 import torch
 
 from ..settings.criteria import Bounding, Criterion
-from . import histogram
 from .functional import (
     LARGEST_POWER,
     LOG_RATIO_BOUND,
@@ -34,8 +33,8 @@ from .sums import Applied, Sums, divide, maximum, std
 @dataclass(frozen=True)
 class Statistics(Sums):
     """
-    Sums that describe a batch with its weights and criteria. The vector, of shape `(len(sum_names) + BINS + len(max_names),)`,
-    holds the sums, the histogram of the log-ratio, and the maxima.
+    Sums that describe a batch with its weights and criteria. The vector, of shape `(len(sum_names) + len(max_names),)`,
+    holds the sums and the maxima.
     """
 
     bounding: Bounding | None = None
@@ -51,14 +50,9 @@ class Statistics(Sums):
         vector[self.sum_names.index(name)] = value
         return replace(self, vector=vector)
 
-    def histogram(self) -> tuple[list[float], tuple[float, ...]]:
-        """`BINS` counts and `BINS + 1` edges, in nats, of the log-ratio over the valid tokens. Waits for the device."""
-        start = len(self.sum_names)
-        return self.vector[start : start + histogram.BINS].tolist(), histogram.bin_edges()
-
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
-        metrics = _policy_metrics(s, self.histogram()[0])
+        metrics = _policy_metrics(s)
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
         for criterion in self.criteria:
@@ -150,7 +144,7 @@ def collect(
     if rejections:
         c.add("rejected", tokens.lengths - keep.sum(-1, keepdim=True))
     sum_names, sums, max_names, maxima = c.joined()
-    vector = torch.cat([sums, histogram.count(tokens).to(c.dtype), maxima])
+    vector = torch.cat([sums, maxima])
     criteria = tuple(criterion for criterion, _ in rejections)
     return Statistics(sum_names, max_names, vector, None if weights is None else weights.bounding, criteria)
 
@@ -191,10 +185,9 @@ def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> 
             c.add_columns(names, torch.cat([c.sums["d"], tokens.lengths], -1).mul_(chosen))
 
 
-def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float]:
+def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
     tokens, rows = s["tokens"], s["rows"]
     smallest, largest = -maximum(s["d_negated_min"]), maximum(s["d_max"])
-    percentiles = histogram.percentiles(counts, smallest, largest)
     return {
         "k3_kl": divide(s["k3"], tokens),
         "kl": -divide(s["d"], tokens),
@@ -207,7 +200,6 @@ def _policy_metrics(s: dict[str, float], counts: list[float]) -> dict[str, float
         "chi2_seq": divide(s["chi2_seq"], rows),
         "log_ratio_min": smallest,
         "log_ratio_max": largest,
-        **{f"log_ratio_p{percent}": value for percent, value in percentiles.items()},
         "training_ppl": divide(s["train_ppl"], rows),
         "rollout_ppl": divide(s["rollout_ppl"], rows),
         "ppl_ratio": divide(s["ppl_ratio"], rows),

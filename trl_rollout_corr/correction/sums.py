@@ -29,7 +29,7 @@ class Sums:
 
     sum_names: tuple[str, ...]  # of the leading entries, which add up
     max_names: tuple[str, ...]  # of the trailing entries, maxima
-    vector: torch.Tensor  # (N,): the sums, any sums without a name, and the maxima
+    vector: torch.Tensor  # (N,): the sums and the maxima
 
     def combine(self, vectors: torch.Tensor) -> Self:
         """Combine vectors of the layout of `self`, `(K, N)`, for instance one per rank. The values of `self` do not count."""
