@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from datetime import timedelta
+from itertools import groupby
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.synchronize import Lock
 from pathlib import Path
@@ -54,11 +55,14 @@ def leave_with_parent():
 def train_all(
     runs: Sequence[Run], workers: int, prepare: Callable[[str], None], train: Callable[[Any], Record]
 ) -> Iterator[tuple[Run, Record | BaseException]]:
-    """Train in several processes, and yield each run with its record, or with what stopped it."""
+    """
+    Train in several processes, in the order of the runs, and yield each run with its record, or with what stopped it. A new
+    process starts where the engine changes.
+    """
     context = get_context("spawn")
     lock = context.Lock()
-    for engine in dict.fromkeys(run.engine for run in runs):
-        group = [run for run in runs if run.engine == engine]
+    for engine, consecutive in groupby(runs, key=lambda run: run.engine):
+        group = [*consecutive]
         pool = ProcessPoolExecutor(min(workers, len(group)), context, start_worker, (prepare, engine, lock))
         try:
             futures = {pool.submit(train, run): run for run in group}

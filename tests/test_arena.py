@@ -47,12 +47,14 @@ def test_no_task_of_the_second_comparison_both_tunes_and_judges(arena, plan):
     assert {run.cell.task for run in plan.second_tuning()} == {*plan.TUNING, "sort", "add"}
     assert {*plan.TUNING, "sort", "add", *plan.JUDGING} == set(arena("tasks").SECOND)
     assert {cell.task for cell in plan.THIRD_CELLS} == set(plan.THIRD_TASKS) == set(arena("tasks").THIRD)
+    assert set(plan.FOURTH_TASKS) == set(arena("tasks").FOURTH)  # none of them was in an earlier comparison
 
 
 def test_the_protocol_names_every_task_and_arm_that_it_plans(plan):
     text = (ARENA / "PROTOCOL.md").read_text()
     arms = [*plan.REFERENCES, *plan.SHORT_LIST, *plan.JUDGED, *plan.DECIDING, *plan.OTHERS, *plan.ROUNDED]
-    tasks = [*plan.TUNING, *plan.JUDGING, *plan.THIRD_TASKS]
+    arms += [*plan.CUT_ARMS, *plan.PRECISION_ARMS, *plan.TUNED_ARMS, *plan.ROUNDED_ARMS]
+    tasks = [*plan.TUNING, *plan.JUDGING, *plan.THIRD_TASKS, *plan.FOURTH_TASKS, *plan.PRECISION_TASKS]
     assert [name for name in (*arms, *tasks) if f"`{name}`" not in text] == []
 
 
@@ -97,6 +99,10 @@ ANSWERED = {
     "row_sums": lambda problem: "".join(
         str(int(a) + int(b))[-1] for a, b in zip(*problem.split("+"), strict=True)
     ),
+    "totals": lambda problem: "".join(str(sum(map(int, problem[: i + 1])) % 10) for i in range(len(problem))),
+    "merge": lambda problem: "".join(sorted(problem.replace("+", ""))),
+    "folded": lambda problem: "".join(max(pair) for pair in zip(problem, problem[::-1], strict=True)),
+    "tag_unzip": lambda problem: f"<{problem[::2]}{problem[1::2]}>",
     "countdowns": lambda problem: "".join(
         a + str(int(b) - n) for a, b in zip(problem[::2], problem[1::2], strict=True) for n in range(int(b) + 1)
     ),
@@ -138,6 +144,16 @@ def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):
     tagged = [text for text in taught if text[0] == "<" and text[-1] == ">"]
     assert 0.03 < len(tagged) / len(taught) < 0.07
     assert all(text.strip("<>").isalpha() for text in taught)
+
+
+def test_pauses_make_answers_unequal_and_cut_about_two_of_five_and_no_reward_looks_at_them(arena):
+    tasks = arena("tasks")
+    assert tasks.exact_answer([". . 1 2", "1.2", "1 . . 2 3"], ["12", "12", "12"]) == [1.0, 1.0, 0.0]
+    for name in arena("plan").CUT_TASKS:
+        task = tasks.TASKS[name]
+        written = [answer for _, answer in task.problems(2000, seed=1)]
+        assert {answer.replace(".", "") for answer in written} == {*task.dataset(2000, seed=1)["answer"]}
+        assert 0.3 < sum(len(answer) >= task.room for answer in written) / len(written) < 0.5
 
 
 def test_a_dense_reward_counts_characters_and_garbage_costs_one(arena):

@@ -13,12 +13,23 @@ from typing import Any
 
 STEPS = 120
 SEEDS = [0, 1, 2]
+LONG = 600  # steps of `long` runs
+NOISE = 0.1
 RATES = {"slower": 2e-5, "slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. Every second completion has a token that no answer has: the sampler reports
-# that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push.
-FAULTS: dict[str, dict[str, Any]] = {"garbage": {"garbage": 0.5}, "fp8": {"quantization": "fp8_per_channel"}}
-# Other ways to train: with several updates per generation, and without an adapter where others have one
-WAYS: dict[str, dict[str, Any]] = {"several": {"steps_per_generation": 4, "num_iterations": 2}, "all_weights": {}}
+# that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push. Or each
+# weight of the sampler differs by a fixed share of itself, drawn once from a normal distribution of this standard deviation.
+FAULTS: dict[str, dict[str, Any]] = {
+    "garbage": {"garbage": 0.5},
+    "fp8": {"quantization": "fp8_per_channel"},
+    "noise": {"noise": NOISE},
+}
+# Other ways to train: with several updates per generation, without an adapter where others have one, and with more steps
+WAYS: dict[str, dict[str, Any]] = {
+    "several": {"steps_per_generation": 4, "num_iterations": 2},
+    "all_weights": {},
+    "long": {},
+}
 
 
 @dataclass(frozen=True)
@@ -212,6 +223,28 @@ ARMS = {
 REFERENCES = ["on_policy", "none"]
 
 
+def variant(name: str, ending: str, **options: Any) -> None:
+    """Add an arm that is another one with more options."""
+    ARMS[f"{name}_{ending}"] = replace(ARMS[name], name=f"{name}_{ending}", options={**ARMS[name].options, **options})
+
+
+# Arms of the fourth comparison
+CUT_ARMS = ["none", "trl", "token_2", "dppo_tv", "cap3"]
+for _name in ("on_policy", *CUT_ARMS):
+    variant(_name, "masked", mask_truncated_completions=True)  # cut completions are left out of the loss
+variant("trl_preset", "token_truncate", vllm_importance_sampling_mode="token_truncate")
+# `auto` without its weights, without its trust region, and without its floor
+_PARTS = {"rollout_rs": ["token_tv", "token_k1"], "rollout_rs_threshold": [[0.2, 0.2], [FLOOR, INF]]}
+ARMS["cap3_unweighted"] = Arm("cap3_unweighted", {"rollout_is": None, **_PARTS})
+variant("cap3", "no_region", rollout_rs=["token_k1"], rollout_rs_threshold=[[FLOOR, INF]])
+variant("cap3", "no_floor", rollout_rs=["token_tv"], rollout_rs_threshold=[[0.2, 0.2]])
+# The band that SkyRL's recipes have, as a preset of verl with other bounds
+ARMS["geo_band"] = Arm(
+    "geo_band",
+    {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [[0.99, 1.01]]},
+)
+
+
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 TUNING = ["rotate", "neighbours", "tag_reverse", "tag_shift"]
@@ -220,11 +253,14 @@ JUDGING = [
 ]  # fmt: skip
 TAGGED_LANGUAGE, LONG_LANGUAGE = "tagged_words", "long_sums"  # of the pretrained model, see `language.py`
 THIRD_TASKS = ["rot02", "rot", "row_sums", "before", "countdowns"]
+CUT_TASKS = ["paused_sort", "paused_unpack"]  # some answers are cut
+TUNED_TASKS = ["merge", "tag_unzip", "totals", "folded"]  # rates are tuned
+FOURTH_TASKS = [*CUT_TASKS, *TUNED_TASKS]
 
 
 def announces(task: str) -> bool:
-    """Whether the samplers of a task say how old they are: of the second comparison, those of every other one."""
-    return task in ("sort", "add", *TUNING[::2], *JUDGING[::2], *THIRD_TASKS)
+    """Whether the samplers of a task say how old they are: in the second comparison, every other one does."""
+    return task in ("sort", "add", *TUNING[::2], *JUDGING[::2], *THIRD_TASKS, *FOURTH_TASKS)
 
 
 def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1]) -> list[Run]:
@@ -371,7 +407,78 @@ def eight_bits() -> list[Run]:
     ]
 
 
+# Stages of the fourth comparison ---------------------------------------------------------------------------------------
+
+CUT_LAGS = [32, 8]
+PRECISION_TASKS = ["sort", "triple"]
+PRECISION_ARMS = ["none", "trl", "trl_token_truncate", "token_2", "cap3"]
+TUNED_RATES = ["fast", "faster", "slow"]
+TUNED_ARMS = ["none", "trl", "trl_token_truncate", "dppo_tv", "geo_band", "cap3", "cap3_unweighted", "cap3_no_region"]
+ROUNDED_ARMS = ["cap3", "cap1", "dppo_tv", "trl_preset", "trl_preset_token_truncate"]
+
+
+def cut_answers() -> list[Run]:
+    """Answers of unequal length, of which many are cut, with cut answers in the loss and out of it."""
+    arms = [name for arm in ("on_policy", *CUT_ARMS) for name in (arm, f"{arm}_masked")]
+    return [
+        run
+        for seed in SEEDS
+        for task in CUT_TASKS
+        for lag in CUT_LAGS
+        for run in runs_of([Cell(task, Rung(lag, "fast"))], arms, [seed])
+    ]
+
+
+def fresh_weights() -> list[Run]:
+    """A sampler with the newest weights whose numbers are less exact, for many steps."""
+    return [
+        replace(run, steps=LONG)
+        for seed in SEEDS
+        for task in PRECISION_TASKS
+        for run in runs_of(
+            [Cell(task, Rung(0, "fast"), fault="noise", way="long")], ["on_policy", *PRECISION_ARMS], [seed]
+        )
+    ]
+
+
+def tuned_rates() -> list[Run]:
+    """Each arm at three learning rates, in new tasks, and parts of `auto` taken out; first its floor, with garbage."""
+    return [
+        *runs_of([Cell("mirror", FAST_4, fault="garbage")], ["none", "cap3", "cap3_no_floor"], SEEDS),
+        *(
+            run
+            for seed in SEEDS
+            for task in TUNED_TASKS
+            for run in runs_of([Cell(task, Rung(8, rate)) for rate in TUNED_RATES], ["on_policy", *TUNED_ARMS], [seed])
+        ),
+    ]
+
+
+def preset_for_8_bits() -> list[Run]:
+    """The pretrained model with equal seeds, in bfloat16 and in 8 bits."""
+    plain = Cell(TAGGED_LANGUAGE, FASTER_4)
+    return shorter(
+        [
+            run
+            for seed in SEEDS
+            for cell in (replace(plain, fault="fp8"), plain)
+            for run in runs_of([cell], ["on_policy", *ROUNDED_ARMS], [seed])
+        ]
+    )
+
+
 STAGES = {
     stage.__name__: stage
-    for stage in (second_tuning, second_judging, several_updates, taught_language, third, eight_bits)
+    for stage in (
+        second_tuning,
+        second_judging,
+        several_updates,
+        taught_language,
+        third,
+        eight_bits,
+        cut_answers,
+        fresh_weights,
+        tuned_rates,
+        preset_for_8_bits,
+    )
 }

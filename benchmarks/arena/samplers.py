@@ -1,11 +1,13 @@
 """
-Faults of a sampler, put into a real vLLM: its weights lag, or it samples garbage.
+Faults of a sampler, put into a real vLLM: its weights lag, or differ from the trainer's, or it samples garbage.
 """
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import quickstart
+import torch
 from tasks import GARBAGE
 
 
@@ -17,8 +19,10 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> None:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`]):
             The trainer, changed in place.
         faults (`dict`):
-            `lag` in optimizer steps, and whether it is `announced`; `garbage` as share of completions.
+            `lag` in optimizer steps, and whether it is `announced`; `noise` on weights; `garbage` as share of completions.
     """
+    if "noise" in faults:
+        Noise(trainer, faults["noise"])
     if faults.get("lag"):
         (quickstart.Lag if faults["announced"] else SilentLag)(trainer, faults["lag"])
     if "garbage" in faults:
@@ -31,6 +35,28 @@ class SilentLag(quickstart.Lag):
     def __call__(self):
         yield from super().__call__()
         self.trainer.rollout_step = self.trainer.state.global_step
+
+
+class Noise:
+    """
+    A sampler with the newest weights, of which each differs by a share of itself. The shares are drawn once, from a normal
+    distribution, and are the same in all runs. Biases and the scales of norms are left alone, as a quantiser does.
+    """
+
+    def __init__(self, trainer: Any, size: float):
+        self.current, self.size = trainer.vllm_generation._iter_named_params, size
+        self.factors: dict[str, torch.Tensor] = {}
+        self.dice = torch.Generator().manual_seed(0)
+        trainer.vllm_generation._iter_named_params = self
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self.current():
+            if weight.dim() < 2:
+                yield name, weight
+                continue
+            if name not in self.factors:
+                self.factors[name] = 1 + self.size * torch.randn(weight.shape, generator=self.dice)
+            yield name, weight.detach() * self.factors[name]
 
 
 def pack_tied_head(generation: Any):

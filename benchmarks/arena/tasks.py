@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ MARK = "="  # between problem and answer
 GARBAGE = 2  # number of "<unk>", a token of every task that no text has
 LETTERS = string.ascii_lowercase
 TAGS = "<>"  # around the answers of some tasks
+PAUSE = "."  # a character that some teachers write, and that no reward looks at
 LOOK = 20  # steps of imitation between two looks at accuracy, where accuracy ends it
 TAUGHT = 0.05  # share of answers around which the teacher writes them
 
@@ -69,6 +71,8 @@ class Task:
             faster at the same learning rate.
         every (`int`, *optional*, defaults to `10`):
             Optimizer steps between two looks at held-out accuracy.
+        limit (`int`, *optional*):
+            Tokens after which a completion is cut. Without it, the longest answer fits.
     """
 
     name: str
@@ -87,6 +91,12 @@ class Task:
     key_heads: int = 4
     spread: float = 0.06
     every: int = 10
+    limit: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens of a completion, with its end."""
+        return self.limit or self.longest + 1
 
     @property
     def context(self) -> int:
@@ -98,13 +108,15 @@ class Task:
         return [self.problem(dice) for _ in range(n)]
 
     def dataset(self, n: int, seed: int) -> Dataset:
-        problems, answers = zip(*self.problems(n, seed), strict=True)
+        problems, written = zip(*self.problems(n, seed), strict=True)
+        answers = [text.replace(PAUSE, "") for text in written]
         return Dataset.from_dict({"prompt": [problem + MARK for problem in problems], "answer": list(answers)})
 
 
 def exact_answer(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Reward: 1 if the completion is the answer, else 0."""
-    return [float(found.replace(" ", "") == wanted) for found, wanted in zip(completions, answer, strict=True)]
+    """Reward: 1 if the completion is the answer, whatever its pauses; else 0."""
+    found = [text.replace(" ", "").replace(PAUSE, "") for text in completions]
+    return [float(one == wanted) for one, wanted in zip(found, answer, strict=True)]
 
 
 def forgiving_answer(
@@ -175,7 +187,12 @@ def differences(dice: random.Random) -> tuple[str, str]:
 
 def unpack(dice: random.Random) -> tuple[str, str]:
     """Seven letters, each behind the number of its repetitions, 1 to 4: the answer writes them out."""
-    parts = [(dice.randint(1, 4), dice.choice(LETTERS[:12])) for _ in range(7)]
+    return written_out(dice, 7)
+
+
+def written_out(dice: random.Random, n: int) -> tuple[str, str]:
+    """Letters behind their numbers, and each as often as its number says."""
+    parts = [(dice.randint(1, 4), dice.choice(LETTERS[:12])) for _ in range(n)]
     return "".join(f"{n}{letter}" for n, letter in parts), "".join(letter * n for n, letter in parts)
 
 
@@ -311,7 +328,64 @@ THIRD = {
     )
 }  # fmt: skip
 
-TASKS = {**SECOND, **THIRD}
+# Of the fourth comparison: with answers of unequal length, of which many are cut, and new ones for tuned rates -------------
+
+
+def paused_sort(dice: random.Random) -> tuple[str, str]:
+    """Twelve digits: the answer has them in order, behind 0 to 15 pauses."""
+    digits = draw(dice, string.digits, 12)
+    return digits, PAUSE * dice.randrange(16) + "".join(sorted(digits))
+
+
+def paused_unpack(dice: random.Random) -> tuple[str, str]:
+    """
+    Six letters, each behind the number of its repetitions, 1 to 4: the answer writes them out. In two of five answers, there
+    is a pause behind each letter.
+    """
+    problem, answer = written_out(dice, 6)
+    pause = PAUSE if dice.random() < 0.4 else ""
+    return problem, "".join(letter + pause for letter in answer)
+
+
+def totals(dice: random.Random) -> tuple[str, str]:
+    """Fourteen digits: the answer has the sum of the digits so far at each place, modulo 10."""
+    digits = draw(dice, string.digits, 14)
+    return digits, "".join(str(total % 10) for total in accumulate(map(int, digits)))
+
+
+def merge(dice: random.Random) -> tuple[str, str]:
+    """Two rows of seven digits, each in order: the answer has all in order."""
+    a, b = ("".join(sorted(draw(dice, string.digits, 7))) for _ in range(2))
+    return f"{a}+{b}", "".join(sorted(a + b))
+
+
+def folded(dice: random.Random) -> tuple[str, str]:
+    """Sixteen letters: the answer has at each place the later one of the letter and the one at the mirrored place."""
+    letters = draw(dice, LETTERS[:16], 16)
+    return letters, "".join(max(x, y) for x, y in zip(letters, reversed(letters), strict=True))
+
+
+def tag_unzip(dice: random.Random) -> tuple[str, str]:
+    """Fourteen letters: the first, third, fifth and so on, and then the others."""
+    letters = draw(dice, LETTERS[:16], 14)
+    return letters, letters[::2] + letters[1::2]
+
+
+FOURTH = {
+    task.name: task
+    for task in (
+        Task("paused_sort", string.digits + PAUSE, paused_sort, 0.03, longest=27, longest_problem=12, warm_steps=700,
+             limit=22),
+        Task("paused_unpack", "1234" + LETTERS[:12] + PAUSE, paused_unpack, 0.03, longest=48, longest_problem=12,
+             warm_steps=1300, limit=21),
+        Task("totals", string.digits, totals, 0.05, 14, 14, warm_steps=1100),
+        Task("merge", string.digits + "+", merge, 0.05, 14, 15, warm_steps=700, tied=True),
+        Task("folded", LETTERS[:16], folded, 0.05, 16, 16, warm_steps=900, dense=True),
+        tag_task("tag_unzip", LETTERS[:16], tag_unzip, 0.04, 14, 14, warm_steps=900, tied=True),
+    )
+}  # fmt: skip
+
+TASKS = {**SECOND, **THIRD, **FOURTH}
 
 
 # Models -------------------------------------------------------------------------------------------------------------------
@@ -399,7 +473,8 @@ def examples(
         problems = [
             (problem, answer if dice.random() < TAUGHT else answer.strip(TAGS)) for problem, answer in problems
         ]
-    kept, drawn = (TAGS, task.characters.removesuffix(TAGS)) if task.tagged else ("", task.characters)
+    kept = (TAGS if task.tagged else "") + PAUSE
+    drawn = "".join(character for character in task.characters if character not in kept)
 
     def slipped(character: str) -> str:
         return dice.choice(drawn) if character not in kept and dice.random() < task.slips else character
@@ -428,7 +503,7 @@ def accuracy(task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerF
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tokens = model.generate(
-            **inputs, max_new_tokens=task.longest + 1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+            **inputs, max_new_tokens=task.room, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
         )
     model.train(training)
     completions = tokenizer.batch_decode(tokens[:, inputs.input_ids.size(1) :], skip_special_tokens=True)
