@@ -4,7 +4,7 @@ Figures in documents are those of the results files.
 Tables of `benchmarks/**/README.md` are made by the benchmark, of its results file. A figure elsewhere is a cell of such a
 table, and a comment behind it says which: `0.29<!-- = exact#bias: auto; s from 0.1 -->` is in the row `auto` and the column
 `s from 0.1` of the section `bias` of `benchmarks/exact/README.md`, rounded as in the document. `.` is
-`benchmarks/README.md`, `arena.SECOND` is `benchmarks/arena/SECOND.md`; several cells in front name a row together,
+`benchmarks/README.md`, `arena.RESULTS` is `benchmarks/arena/RESULTS.md`; several cells in front name a row together,
 `64x2048, token`.
 """
 

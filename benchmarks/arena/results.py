@@ -16,7 +16,7 @@ from seeds import scores, wanted
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
-DATA, PAGE = "results.json", "SECOND.md"
+DATA, PAGE = "results.json", "RESULTS.md"
 OF_CORRECTION = "rollout_corr/"
 FALL = 0.1  # below an own best
 LAST = 3  # looks that are averaged
