@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from trl_rollout_corr.arrival.worker import push
 from trl_rollout_corr.probe.command import in_process
 from trl_rollout_corr.probe.parts import (
     BODY,
@@ -49,6 +48,7 @@ from trl_rollout_corr.probe.parts import (
     split,
 )
 from trl_rollout_corr.probe.process import Probe, build, run
+from trl_rollout_corr.reloading import push
 
 
 CLOSE = 0.2  # of the size, within which a part is found

@@ -48,7 +48,7 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
 )
-from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
+from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)
@@ -166,7 +166,7 @@ def build(
         callbacks=[watch],
     )
     trainer.remove_callback(PrinterCallback)
-    sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+    push_by_reload(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
     watch.watch(trainer.vllm_generation)
     return trainer, watch
 

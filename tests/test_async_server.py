@@ -232,8 +232,8 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
 @pytest.mark.parametrize("lost", ["nothing", "pushes", "pushes that cannot be read"])
 def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
     """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
+    from trl_rollout_corr.arrival import pushes
     from trl_rollout_corr.asynchronous.pushes import PushesToServer
-    from trl_rollout_corr.trainers import pushes
 
     transfer_class = parts_for_a_cpu().DiskWeightTransfer
     load = transfer_class._load
@@ -245,13 +245,13 @@ def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplo
         monkeypatch.setattr(PushesToServer, "server", url)  # samples come from this process
         transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
         worker = WorkerHere(chat_model, lags=(0,))
-        fields = {"learning_rate": 1e-3, "max_steps": 24}
+        fields = {"learning_rate": 1e-3, "max_steps": 24, "rollout_monitor": "warn"}
         trainer = build_ours(chat_model, tmp_path / "out", worker, extra={"weight_transfer": transfer}, **fields)
         trainer._engine_config = transfer.client.get_server_info()
         with pytest.raises(RuntimeError, match="does not have the weights") if lost == "pushes" else nullcontext():
             trainer.train()
-    assert trainer._pushes.movement._before is not None  # the server scored the text
-    assert bool(trainer._pushes.weights._before.held) == (lost != "pushes that cannot be read")
+    assert trainer._pushes.checks.movement._before is not None  # the server scored the text
+    assert bool(trainer._pushes.checks.weights._before.held) == (lost != "pushes that cannot be read")
     found = [message for message in messages(caplog) if "weights do not arrive" in message]
     assert len(found) == (lost == "pushes that cannot be read")
 

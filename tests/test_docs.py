@@ -10,6 +10,7 @@ import torch
 from docs.tables import made
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.arrival.pushes import QUANTISED_UNMOVED
 from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
 from trl_rollout_corr.correction.groups import add_up_groups
 from trl_rollout_corr.health.bands import HEALTHY, in_words
@@ -18,7 +19,6 @@ from trl_rollout_corr.replay.router_hooks import Flips
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
-from trl_rollout_corr.trainers.pushes import QUANTISED_UNMOVED
 
 
 ROOT = Path(__file__).parent.parent

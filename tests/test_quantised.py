@@ -16,7 +16,7 @@ from trl.generation import vllm_generation
 from tests.asynchronous import parts_for_a_cpu
 from tests.launching import output_of, serving
 from tests.tiny import build_tiny_model, load_model
-from tests.training import TRAINERS, VLLM, build, logged, losing, messages
+from tests.training import TRAINERS, VLLM, build_checked, logged, losing, messages
 from trl_rollout_corr.arrival.server import read_server, score_text
 from trl_rollout_corr.trainers import engine
 from trl_rollout_corr.trainers.engine import build_quantised, check_scheme
@@ -53,7 +53,7 @@ def make(tiny_model_path, tied_model_path, tmp_path):
     def make(kind="grpo", tied=False, **fields):
         path = tied_model_path if tied else tiny_model_path
         try:
-            return build(
+            return build_checked(
                 *TRAINERS[kind], path, tmp_path, **{**QUANTISED, "max_steps": 3, "learning_rate": 1e-2, **fields}
             )
         except ValueError as error:
@@ -212,7 +212,7 @@ def test_a_scheme_without_kernel_is_refused_with_those_that_work(make, tiny_mode
     with pytest.raises(
         ValueError, match=rf"`quantization: {without[0]}`, for which this vLLM has no kernel .*'{SCHEME}'"
     ):
-        build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **{**QUANTISED, "rollout_engine_kwargs": kwargs})
+        build_checked(*TRAINERS["grpo"], tiny_model_path, tmp_path, **{**QUANTISED, "rollout_engine_kwargs": kwargs})
 
 
 @pytest.mark.parametrize("judges", [True, False])

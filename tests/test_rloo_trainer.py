@@ -33,7 +33,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.recording.keys import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
-from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
+from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 pytestmark = pytest.mark.vllm
@@ -48,7 +48,7 @@ def make(tiny_model_path, tmp_path, shared_engine):
     def make(trainer_class=RolloutCorrectedRLOOTrainer, spread=0.05, model=tiny_model_path, **fields):
         config_class = RLOOConfig if trainer_class is RLOOTrainer else RolloutCorrectedRLOOConfig
         trainer = build(trainer_class, config_class, model, tmp_path, **{**VLLM, **fields})
-        sync_weights_on_cpu(trainer.vllm_generation)
+        push_by_reload(trainer.vllm_generation)
         if spread is not None:
             trainer.sampler_weights = freeze_sampler(trainer, spread)
         return trainer

@@ -12,7 +12,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.asynchronous import parts_for_a_cpu
 from tests.launching import serving
-from tests.training import TRAINERS, assert_in_step, build, config_fields, messages, saying
+from tests.training import TRAINERS, assert_in_step, build, build_checked, config_fields, messages, saying
 from trl_rollout_corr.arrival.server import read_configuration
 from trl_rollout_corr.trainers.logprobs import check_server_logprobs
 
@@ -165,7 +165,7 @@ def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, t
 
     def train(sync_weights):
         monkeypatch.setattr(VLLMGeneration, "sync_weights", sync_weights)
-        trainer = build(
+        trainer = build_checked(
             *TRAINERS["grpo"], tiny_model_path, tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
             learning_rate=1e-3, max_steps=24, temperature=0.7,
         )  # fmt: skip
@@ -176,6 +176,6 @@ def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, t
         train(lambda self: None)
     caplog.clear()
     trainer = train(lambda self: transfer.send_weights(self._iter_named_params()))
-    assert trainer._pushes.weights._before.held
-    assert trainer._pushes.movement._before is not None
+    assert trainer._pushes.checks.weights._before.held
+    assert trainer._pushes.checks.movement._before is not None
     assert not messages(caplog)

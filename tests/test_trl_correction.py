@@ -13,7 +13,7 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOTrainer,
     RolloutCorrectionConfig,
 )
-from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
+from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 OF_TRL = "vllm_importance_sampling_"
@@ -35,7 +35,7 @@ MODES = [
 def make(tiny_model_path, tmp_path, shared_engine):
     def make(trainer_class, config_class, **fields):
         trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**VLLM, **fields})
-        sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+        push_by_reload(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         freeze_sampler(trainer, 0.1)
         return trainer
 

@@ -33,7 +33,7 @@ from tests.vision import (
 from trl_rollout_corr import compute_rollout_correction
 from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
-from trl_rollout_corr.trainers.logprobs import forget_images, sync_weights_on_cpu
+from trl_rollout_corr.trainers.pushes import forget_images, push_by_reload
 
 
 pytest.importorskip("PIL")
@@ -145,7 +145,7 @@ def test_prompts_without_images_are_those_of_the_trainer(make_vllm, trainer):
 def test_metrics_only_is_bit_for_bit_trl_in_rloo(make_vllm):
     def frozen(trainer, **fields):
         trainer = make_vllm(trainer, learning_rate=3e-4, max_steps=2, **fields)
-        sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+        push_by_reload(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         freeze_sampler(trainer, 0.05)
         forget_images(trainer.vllm_generation)
         return trainer

@@ -24,7 +24,7 @@ from tests.training import (
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.settings.migrate import from_trl
-from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
+from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 pytestmark = pytest.mark.vllm
@@ -36,7 +36,7 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
         config_class = GRPOConfig if trainer_class is GRPOTrainer else RolloutCorrectedGRPOConfig
         path = tied_model_path if tied else tiny_model_path
         trainer = build(trainer_class, config_class, path, tmp_path, **{**VLLM, **fields})
-        sync_weights_on_cpu(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
+        push_by_reload(trainer.vllm_generation)  # TRL's own push of weights fails on a CPU
         return trainer
 
     return make

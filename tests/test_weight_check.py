@@ -13,7 +13,7 @@ import torch
 
 from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
-from tests.training import TRAINERS, VLLM, build, counting_forwards, losing, losses, messages, saying
+from tests.training import TRAINERS, VLLM, build_checked, counting_forwards, losing, losses, messages, saying
 from trl_rollout_corr.arrival import server as server_checks
 from trl_rollout_corr.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
 from trl_rollout_corr.arrival.server import AdapterCheck, MovementCheck, read_server, score_text
@@ -28,7 +28,7 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
     def make(kind="grpo", tied=False, **fields):
         path = tied_model_path if tied else tiny_model_path
         fields = {**VLLM, "max_steps": 8, "learning_rate": 1e-4, **fields}
-        return build(*TRAINERS[kind], path, tmp_path, **fields)
+        return build_checked(*TRAINERS[kind], path, tmp_path, **fields)
 
     return make
 
@@ -78,7 +78,7 @@ def test_what_arrives_says_nothing(make, schedule, dtype, caplog):
 
 @pytest.mark.vllm
 def test_a_tied_head_that_is_not_packed_again_ends_the_run(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.arrival.worker.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("trl_rollout_corr.reloading.pack_tied_heads", lambda model: None)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         make(tied=True).train()
 
@@ -99,10 +99,10 @@ def test_experts_that_do_not_arrive_end_the_run(tmp_path):
     path = build_tiny_model(tmp_path / "model", experts=4)
     script = f"""
         from pathlib import Path
-        from tests.training import TRAINERS, VLLM, build, losing, sharing_engines
+        from tests.training import TRAINERS, VLLM, build_checked, losing, sharing_engines
 
         def make():
-            return build(*TRAINERS["grpo"], {path!r}, Path({str(tmp_path)!r}), **VLLM, learning_rate=1e-5, max_steps=6)
+            return build_checked(*TRAINERS["grpo"], {path!r}, Path({str(tmp_path)!r}), **VLLM, learning_rate=1e-5, max_steps=6)
 
         with sharing_engines():
             make().train()
@@ -121,8 +121,7 @@ def test_an_adapter_that_is_not_merged_is_named(make, monkeypatch, caplog):
     extra = {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])}
     make(extra=extra, max_steps=12).train()
     assert not messages(caplog)
-    monkeypatch.setattr(peft.PeftModel, "merge_adapter", lambda self: None, raising=False)
-    monkeypatch.setattr(peft.PeftModel, "unmerge_adapter", lambda self: None, raising=False)
+    monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", lambda self: None)
     with saying(caplog, "^Merging an adapter.*the wrong weights are sent"):
         make(extra=extra, max_steps=12).train()
 
@@ -148,14 +147,13 @@ def test_with_a_sampler_of_the_user_it_is_a_warning(make, caplog):
 
 
 @pytest.mark.vllm
-def test_an_engine_that_cannot_be_read_is_silent(make, monkeypatch, caplog):
+def test_an_engine_that_cannot_be_read_is_told_once(make, monkeypatch, caplog):
     def fails(*args):
         raise AttributeError("another release of vLLM")
 
-    monkeypatch.setattr("trl_rollout_corr.trainers.pushes.read", fails)
-    with losing("everything"):
+    monkeypatch.setattr("trl_rollout_corr.arrival.pushes.read", fails)
+    with losing("everything"), saying(caplog, "^From here on.*not compared.*AttributeError: another release of vLLM"):
         make().train()
-    assert not messages(caplog)
 
 
 @pytest.mark.vllm
@@ -163,7 +161,7 @@ def test_the_check_does_not_touch_the_loss(make):
     runs = []
     for done in (False, True):
         trainer = make(learning_rate=1e-3)
-        trainer._pushes.weights.done = done
+        trainer._pushes.checks.weights.done = done
         with counting_forwards(trainer) as count:
             torch.manual_seed(0)
             runs.append((losses(trainer), count["forwards"]))
@@ -215,9 +213,7 @@ def judged(pushes, held, dtype="float32", **judge) -> WeightCheck:
     model, held = torch.nn.Linear(2, 2), iter(held)
     check = WeightCheck(lambda names: {"held": {"w": [next(held)]}, "places": {"w": ["w"]}}, model, lambda: dtype)
     for step, value in enumerate(pushes):
-        owner = SimpleNamespace(weights=lambda value=value: iter([("w", torch.full((4,), value))]))
-        with check.watching(owner, "weights"):
-            list(owner.weights())
+        [*check.noting([("w", torch.full((4,), value))])]
         check.judge(step, **judge)
     return check
 
@@ -366,5 +362,23 @@ def test_an_adapter_that_the_server_does_not_list_is_named(server, tmp_path, cap
         check.pushed(url, "policy-v1", tmp_path, 1, 1)
     caplog.clear()
     check.pushed(url, "policy-v2", tmp_path, 1, 2)  # once is enough
-    check.pushed("http://127.0.0.1:1", "policy-v2", tmp_path, 1, 2)  # no answer
     assert not messages(caplog)
+
+
+def test_a_server_whose_adapters_cannot_be_listed_is_told_once(tmp_path, caplog):
+    (tmp_path / "adapter_model.safetensors").write_text("a")
+    check = AdapterCheck()
+    with saying(caplog, "^From here on, nothing tells whether.*cannot be read"):
+        for version in (1, 2):
+            check.pushed("http://127.0.0.1:1", f"policy-v{version}", tmp_path, 1, version)
+
+
+def test_weights_in_a_form_that_cannot_be_read_are_told_once(caplog):
+    def held(names):
+        return {"held": {"w": [1]}, "places": {}, "unreadable": ["w"]}
+
+    check = WeightCheck(held, torch.nn.Linear(2, 2), lambda: "float32")
+    with saying(caplog, "^2 of the 2 weights.*are not compared.*`packed`, `w`"):
+        for step in range(3):
+            [*check.noting([("w", torch.randn(2, 2)), ("packed", torch.zeros(2, dtype=torch.uint8))])]
+            check.judge(step)

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tests.launching import ROOT
 from tests.test_agents import look
 from tests.tiny import StaleSampler, build_tiny_tokenizer, conversations, prompts, with_tools
-from tests.training import TRAINERS, VLLM, build, losing, messages
+from tests.training import TRAINERS, VLLM, build_checked, losing, messages
 
 
 pytestmark = [
@@ -89,7 +89,9 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
             extra["peft_config"] = LoraConfig(**extra["peft_config"])
         if dtype == "bfloat16":
             fields["model_init_kwargs"] = {"dtype": "bfloat16"}
-        return build(*TRAINERS[kind], path, tmp_path, extra=extra, rollout_engine_kwargs={"dtype": dtype}, **fields)
+        return build_checked(
+            *TRAINERS[kind], path, tmp_path, extra=extra, rollout_engine_kwargs={"dtype": dtype}, **fields
+        )
 
     return make
 
@@ -100,7 +102,7 @@ def test_a_healthy_run_hears_nothing(make, case, caplog):
     trainer = make(kind, tied, dtype, **fields)
     trainer.train()
     assert trainer.state.global_step == 30
-    assert trainer._pushes.weights._before is not None  # it could look
+    assert trainer._pushes.checks.weights._before is not None  # it could look
     assert not messages(caplog)
 
 

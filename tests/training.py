@@ -21,9 +21,9 @@ import trl_rollout_corr
 from tests.launching import free_port
 from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.arrival.worker import push
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
+from trl_rollout_corr.reloading import push
 
 
 # Accelerate reads the metadata of packages at every forward pass, which takes a fifth of the time that a tiny model trains
@@ -114,6 +114,13 @@ def build_with_dropout(path: str, folder, **fields):
     sampler = StaleSampler(path, noise=0.0, min_length=8)
     with pytest.warns(UserWarning, match="dropout"):
         return build(*trainer, model, folder, sampler=sampler, model_init_kwargs=None, **fields)
+
+
+def build_checked(*args, **fields):
+    """A trainer that checks its pushes, but raises no alarm: these samplers are ill on purpose."""
+    trainer = build(*args, **{"rollout_monitor": "warn", **fields})
+    trainer.remove_callback(trl_rollout_corr.RolloutCorrectionMonitor)
+    return trainer
 
 
 def losses(trainer) -> list[tuple[float, float]]:
@@ -322,22 +329,22 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
     Some of the weights that are pushed do not arrive, and nothing says so. The first push is complete, unless the weights that
     the sampler holds before are given.
     """
-    from trl_rollout_corr.trainers import logprobs
+    from trl_rollout_corr.trainers import pushes
 
-    pushes, holds = count(0 if held is None else 1), dict(held or {})
+    count_of_push, holds = count(0 if held is None else 1), dict(held or {})
 
     def push_some(llm, weights):
-        n = next(pushes)
+        n = next(count_of_push)
         for name, weight in weights:
             if n == 0 or not LOST[lost](n, name):
                 holds[name] = weight.detach().clone()
         push(llm, holds.items())
 
-    logprobs.push = push_some
+    pushes.push = push_some
     try:
         yield
     finally:
-        logprobs.push = push
+        pushes.push = push
 
 
 class BrokenSampler(StaleSampler):

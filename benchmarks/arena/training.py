@@ -26,7 +26,7 @@ from trl.generation import vllm_generation
 from witness import ForceWitness, MovedNumbers
 
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.trainers.logprobs import sync_weights_on_cpu
+from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"
@@ -145,7 +145,7 @@ def train(run: Run) -> dict[str, Any]:
     trainer = trainer_class(args=config_class(**settings_of(run, setup)), callbacks=[held_out], **setup.parts)
     trainer.remove_callback(PrinterCallback)
     if run.arm.trl:
-        sync_weights_on_cpu(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
+        push_by_reload(trainer.vllm_generation)  # ours does so itself; TRL's own push fails on a CPU
     if setup.tied:
         samplers.pack_tied_head(trainer.vllm_generation)
     if run.cell.task in PRETRAINED:

@@ -66,7 +66,8 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
 
     `held` has the fingerprints of each tensor of the model, one for each form in which a layer keeps it; summed over `group`,
     the ranks that share the model. `places` has the tensors that hold each weight, for the weights where that is certain; `""`
-    is the whole model. `quantised` has the names of tensors of 8 bits, or of 4. All have only lists and numbers, for a server.
+    is the whole model. `quantised` has the names of tensors of 8 bits, or of 4, and `unreadable` the weights that are held in
+    another form. All have only lists and numbers, for a server.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # layers that are tied share the memory of their weights
@@ -86,8 +87,10 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
             if not forms:
                 unreadable.add(name)
     held = _numbers({name: forms for name, forms in forms_of.items() if forms}, group)
-    places = {name: _place(_name_in_vllm(model, name), held, unreadable) for name in names}
-    return {"held": held, "places": {name: place for name, place in places.items() if place}, "quantised": quantised}
+    in_vllm = {name: _name_in_vllm(model, name) for name in names}
+    places = {name: place for name, known in in_vllm.items() if (place := _place(known, held, unreadable))}
+    missing = [name for name, known in in_vllm.items() if known is not None and name not in places]
+    return {"held": held, "places": places, "quantised": quantised, "unreadable": missing}
 
 
 def _numbers(fingerprints: dict[str, list[torch.Tensor]], group: Any) -> dict[str, list]:

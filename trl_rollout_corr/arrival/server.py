@@ -233,7 +233,13 @@ class AdapterCheck:
     def _ask(self, url: str, name: str, step: int) -> None:
         try:
             there = adapters_of(url)
-        except (requests.RequestException, LookupError, ValueError):
+        except (requests.RequestException, LookupError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                notify(
+                    f"From here on, nothing tells whether the vLLM server at {url} has each adapter that is pushed: its list "
+                    f"of adapters cannot be read ({type(error).__name__}: {error}). {SEE}"
+                )
             return
         if name not in there and not self._warned:
             self._warned = True

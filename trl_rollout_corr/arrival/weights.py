@@ -5,8 +5,7 @@ A push that does not arrive raises no error, and `staleness_max` stays 0: the sa
 them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from .fingerprints import READABLE, fingerprint, some_columns
 
 
 NEAR = 10  # pushes, within which a second failure ends the run, and after which quantised weights that stand still are told
+SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
 STILL = 5  # pushes of equal weights in a row, after which there is a warning
 
 
@@ -54,34 +54,24 @@ class WeightCheck:
         self._pushes = 0
         self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
         self._still = self._all_unmoved = 0
+        self._told_unread = self._told_unreadable = False
+        self._packed: list[str] = []  # weights of the latest push in a type of which no fingerprint is taken
         # Share of the quantised tensors that stood still at the last push; `None` if unknown
         self.unmoved: float | None = None
 
-    @contextmanager
-    def watching(self, owner: Any, method: str) -> Iterator[None]:
-        """Take fingerprints of the weights that a method of the owner yields. No effect if it has no such method."""
-        original = getattr(owner, method, None)
-        if self.done or original is None:
-            yield
+    def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take fingerprints of the weights of a push, on their way to the sampler."""
+        if self.done:
+            yield from weights
             return
-        own = owner.__dict__.get(method)
-
-        def watched(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in original(*args, **kwargs):
-                self._note(name, weight)
-                yield name, weight
-
-        self._sent, self._type = {}, getattr(torch, self.dtype(), torch.bfloat16)
-        setattr(owner, method, watched)
-        try:
-            yield
-        finally:
-            if own is None:
-                delattr(owner, method)
-            else:
-                setattr(owner, method, own)
+        self._sent, self._packed, self._type = {}, [], getattr(torch, self.dtype(), torch.bfloat16)
+        for name, weight in weights:
+            self._note(name, weight)
+            yield name, weight
 
     def _note(self, name: str, weight: torch.Tensor) -> None:
+        if weight.dtype not in READABLE:
+            self._packed.append(name)
         if weight.dtype not in READABLE or not weight.numel():
             return
         columns = some_columns(weight.detach())
@@ -123,12 +113,32 @@ class WeightCheck:
             for column in zip(*self._sent.values(), strict=True)
         )
         self._sent = {}
-        weights = None
-        with suppress(Exception):  # whatever a release of vLLM does, a run must not end here
-            weights = self.read(list(sent))
+        weights = self._read(list(sent))
         self._places = {} if weights is None else weights["places"]
         self._quantised = set() if weights is None else {*weights.get("quantised", ())}
         return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
+
+    def _read(self, names: list[str]) -> dict | None:
+        """Weights that the sampler holds; `None` if it cannot be read, which is told once."""
+        try:
+            weights = self.read(names)
+        except Exception as error:  # whatever a release of vLLM does, a run must not end here
+            if not self._told_unread:
+                self._told_unread = True
+                notify(
+                    "From here on, pushed weights are not compared with those that vLLM holds, unless a later push can read "
+                    f"them: reading failed with {type(error).__name__}: {error}. {SEE}"
+                )
+            return None
+        unreadable = [*self._packed, *([] if weights is None else weights.get("unreadable", ()))]
+        if unreadable and not self._told_unreadable:
+            self._told_unreadable = True
+            listed = ", ".join(f"`{name}`" for name in unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
+            notify(
+                f"{len(unreadable)} of the {len(names) + len(self._packed)} weights that are pushed are not compared with "
+                f"those that vLLM holds, because they are stored in a form that cannot be read ({listed}). {SEE}"
+            )
+        return weights
 
     def trained(self) -> int:
         """Fingerprint of the parameters that train, or of the part that this rank has."""
@@ -174,8 +184,7 @@ class WeightCheck:
             notify(
                 "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a very small "
                 "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has "
-                f"changed at the last {NEAR} pushes until optimizer step {step}. See "
-                "`trl-rollout-corr docs debugging#weights-do-not-arrive`."
+                f"changed at the last {NEAR} pushes until optimizer step {step}. {SEE}"
             )
 
     def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
@@ -189,7 +198,7 @@ class WeightCheck:
                 "Merging an adapter into weights of low precision may round its updates away, and a very small learning rate "
                 "may have no effect. If neither is the case, the wrong weights are sent to the sampler: the last "
                 f"{STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of the trainer "
-                "have changed. See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
+                f"have changed. {SEE}"
             )
 
     def _tell(self, missing: list[str], step: int, doubt: str) -> None:

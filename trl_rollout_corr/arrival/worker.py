@@ -1,26 +1,9 @@
-"""New weights for vLLM on a CPU, packed for its kernels. Runs in the process of the engine, which may be a server."""
+"""An extension of vLLM's worker. Runs in the process of the engine, which may be a server."""
 
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from ..reloading import reload
 from .fingerprints import read
-
-
-def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """
-    Push weights, by their names in the checkpoint, through the reload of an engine, and clear its prefix cache. An engine that
-    quantises weights makes their scales again.
-
-    vLLM keeps the parts of a fused or padded tensor until it has all of them, which may be after the last weight: an adapter
-    is then no longer merged, and a shard no longer gathered. So each weight is copied.
-    """
-    copies = ((name, weight.detach().clone()) for name, weight in weights)
-    with torch.no_grad():
-        reload(llm.llm_engine.model_executor.driver_worker, weights_iterator=copies)
-    llm.reset_prefix_cache()
 
 
 class PackingWorker:
@@ -36,38 +19,3 @@ class PackingWorker:
     def read_weights(self, names: list[str]) -> dict[str, Any]:
         """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.arrival.fingerprints.read`]."""
         return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker
-
-
-def reload(worker: Any, **weights: Any) -> None:
-    """
-    Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels. `weights` go to its
-    `reload_weights`.
-
-    vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two exceptions. Experts are packed
-    at the first load only. A head that is tied to the embedding has no weights of its own in a checkpoint, so it would keep
-    the packed weights of the first load.
-    """
-    model = worker.get_model()
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if on_cpu:
-        pack_experts_again(model)
-    worker.reload_weights(**weights)
-    if on_cpu:
-        pack_tied_heads(model)
-
-
-def pack_experts_again(model: torch.nn.Module) -> None:
-    """Let vLLM pack experts at the next load, as at the first."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def pack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack layers that share their weight with another layer."""
-    layers: list[Any] = [x for x in model.modules() if hasattr(x, "quant_method") and hasattr(x, "weight")]
-    uses = Counter(id(layer.weight) for layer in layers)
-    for layer in layers:
-        if uses[id(layer.weight)] > 1:
-            layer.quant_method.process_weights_after_loading(layer)

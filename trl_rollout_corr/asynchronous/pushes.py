@@ -1,35 +1,35 @@
 """Pushes of weights, or of an adapter, from the asynchronous trainer to its server."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..arrival.server import AdapterCheck
-from ..trainers.pushes import CheckedPushes
+from ..trainers.pushes import Pushes, refuse_packed_base, sending
 from .trl_parts import AsyncRolloutWorker
 
 
-class PushesToServer(CheckedPushes):
-    """Checked pushes of the asynchronous trainer."""
+class PushesToServer(Pushes):
+    """Pushes of the asynchronous trainer."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self._adapters = AdapterCheck()
+        self._model = trainer._bare(trainer.model)
+        if not self.is_adapter:
+            refuse_packed_base(self._model, "server")
 
     def push(self, push: Callable[[], object]) -> None:
-        """Push weights or an adapter with TRL's method, and check that they arrive."""
-        trainer = self.trainer
-        with self.weights.watching(trainer, "_streaming_iter"):
+        """Push weights or an adapter with TRL's method."""
+        alone = nullcontext() if self.is_adapter else self.leaving_base_alone(self._model)
+        with self.checking(), alone, sending(self.trainer, "_streaming_iter", self.noting):
             push()
-        step = trainer.state.global_step
-        announced = trainer.rollout_step not in (None, step)
-        if not self.is_adapter:
-            self.weights.judge(step, announced=announced)
-            self.log_unmoved()
-        elif self.server is not None:
-            folder, trained = Path(trainer._lora_dir, self.served_model), self.weights.trained()
-            self._adapters.pushed(self.server, self.served_model, folder, trained, step)
-        self.movement.pushed(step, announced=announced)
+
+    def checking(self) -> Any:
+        return nullcontext() if self.checks is None else self.checks.pushing(self._folder_of_adapter)
+
+    def _folder_of_adapter(self) -> Path | None:
+        """Folder with the adapter that was pushed; `None` if weights were."""
+        return Path(self.trainer._lora_dir, self.served_model) if self.is_adapter else None
 
     @property
     def is_adapter(self) -> bool:
@@ -46,4 +46,4 @@ class PushesToServer(CheckedPushes):
     def served_model(self) -> str:
         if self.is_adapter:
             return f"{self.trainer._lora_name}-v{self.trainer.model_version}"
-        return str(self.weights.model.config._name_or_path)
+        return str(self._model.config._name_or_path)

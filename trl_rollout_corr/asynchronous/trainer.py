@@ -198,7 +198,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
-        self._pushes.keep_text(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
+        self._pushes.keep(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
         self._observer.trained(self._now, corrected.mask, n_dropped)

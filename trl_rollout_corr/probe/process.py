@@ -21,12 +21,12 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from trl.trainer.utils import split_tensor_dict
 
 from ..arrival.server import without_dropout
-from ..arrival.worker import reload
 from ..diagnosis import DumpedTokens
 from ..dumps.rows import make_row, on_host
 from ..dumps.sequences import Sequences
 from ..recording.keys import ROLLOUT_LOGPS
 from ..recording.run_metadata import dropout_of, settings_in_effect
+from ..reloading import reload
 from ..trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ..trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from ..trainers.trl_checks import distorting_options

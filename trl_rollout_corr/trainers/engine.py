@@ -5,7 +5,7 @@ TRL builds the engine of its colocate mode inside its trainer, as `vllm_generati
 trainer is built.
 
 With `quantization`, vLLM rounds weights while it loads them, and again at each push
-([`~trl_rollout_corr.trainers.logprobs.sync_weights_on_cpu`]).
+([`~trl_rollout_corr.trainers.pushes.PushesToVLLM`]).
 """
 
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ from .completions import read_logprobs
 from .engine import engine_arguments
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
 from .gradient_check import GradientCheck, not_in_loss
-from .logprobs import IMAGES, check_server_logprobs, sync_weights_on_cpu, warn_about_images, watch_sampler
+from .logprobs import IMAGES, check_server_logprobs, warn_about_images, watch_sampler
 from .pushes import PushesToVLLM
 from .replays import Replays, replays_of, sequences_of
 from .trl_interface import check_bases, check_trl, definer
@@ -98,12 +98,11 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
-            sync_weights_on_cpu(self.vllm_generation)
         self._check_sampler()
         self._pushes = PushesToVLLM(self)
         self._replays = replays_of(self)
         if self.use_vllm:
-            watch_sampler(self.vllm_generation, self._record_logprobs, self._pushes.pushing, self._replays.kept_tokens)
+            watch_sampler(self.vllm_generation, self._record_logprobs, self._replays.kept_tokens)
         self._set_up_observer()
 
     def _check_server(self) -> None:
@@ -313,7 +312,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         first = self._is_first_visit(current, batch)
         old: Any = self._old_logps(current, batch, first)
         if self.use_vllm and self.vllm_mode == "server":
-            self._pushes.keep_text(batch, partial(self._score_again, batch))
+            self._pushes.keep(batch, partial(self._score_again, batch))
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self._settings.bypasses:
             corrected = self._correct_from(current, batch, from_old=old is current)

@@ -1,43 +1,114 @@
 """
-Pushes of weights to the sampler, each of which is checked afterwards.
+Pushes of weights from a trainer to its sampler: one object replaces TRL's `sync_weights` once.
 
-`B` completions, `T` completion tokens.
+It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as it is, and lets the checks of pushes
+([`~trl_rollout_corr.arrival.pushes.PushChecks`]) see the push, unless `rollout_monitor` is null.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list
+from trl.generation.vllm_generation import VLLMGeneration
 
-from ..arrival.fingerprints import read
-from ..arrival.server import MovementCheck, has_extension, read_server, score_text
-from ..arrival.weights import WeightCheck
-from ..recording.run_metadata import engine_metadata
-
-
-QUANTISED_UNMOVED = "rollout_corr/quantised_unmoved"
+from ..recording.run_metadata import engine_metadata, quantises
+from ..reloading import push
+from .adapters import leaving_base_alone
 
 
-class CheckedPushes:
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@contextmanager
+def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> Iterator[None]:
+    """Context in which a method of the owner returns other weights to push. No effect if it has no such method."""
+    original = getattr(owner, method, None)
+    if original is None:
+        yield
+        return
+    with patch.object(owner, method, lambda *args, **kwargs: change(original(*args, **kwargs))):
+        yield
+
+
+# To vLLM in GRPO and RLOO ---------------------------------------------------------------------------------------------
+
+
+def needs_reload(generation: VLLMGeneration) -> bool:
     """
-    The checks that the weights of a `trainer` arrive. Subclasses know the address of its server, and the name of the policy
-    there.
+    True if TRL's push of single weights fails: on a CPU, where vLLM stores them in other shapes than the checkpoint, and where
+    a colocated engine quantises them, which would keep its old scales.
     """
+    if generation.mode != "colocate":
+        return False
+    return generation.accelerator.device.type == "cpu" or quantises(generation.llm.llm_engine.vllm_config)
+
+
+def push_by_reload(generation: VLLMGeneration) -> None:
+    """Let one of TRL's own trainers push weights through vLLM's reload where its own push fails."""
+    if not needs_reload(generation):
+        return
+    sync_weights = generation.sync_weights
+
+    @wraps(sync_weights)
+    def reload_weights(*args: Any, **kwargs: Any) -> None:
+        with sending(generation, "_iter_named_params", lambda weights: _reload(generation, weights)):
+            sync_weights(*args, **kwargs)
+
+    generation.sync_weights = reload_weights
+
+
+def _reload(generation: VLLMGeneration, weights: Weights) -> Weights:
+    """Push all weights; nothing is left for TRL, which wakes the engine before, and clears the cache afterwards."""
+    push(generation.llm, weights)
+    return ()
+
+
+def forget_images(generation: VLLMGeneration) -> None:
+    """
+    Make a colocated vLLM compute the features of images again after new weights.
+
+    vLLM keeps the features of an image for later requests. TRL clears the cache of prefixes alone, so that an image would keep
+    its features from before the new weights; and vLLM's own reload clears the features, but not its list of them, so that the
+    next request with the image would fail.
+    """
+    if generation.mode == "colocate" and hasattr(generation.llm.llm_engine, "reset_encoder_cache"):
+        generation.llm.llm_engine.reset_encoder_cache()
+
+
+def refuse_packed_base(model: Any, mode: str) -> None:
+    """Refuse a server for an adapter on a base of packed weights (QLoRA), which has no place for them."""
+    packed = [name for name, p in model.named_parameters() if not (p.is_floating_point() or p.requires_grad)]
+    if mode == "server" and hasattr(model, "merge_adapter") and packed:
+        raise ValueError(
+            f"The base of the adapter is quantised (`{packed[0]}` and {len(packed) - 1} other weights are packed), and a "
+            "server cannot read packed weights in a push: load the model without `quantization_config`."
+        )
+
+
+class Pushes:
+    """
+    Pushes of any trainer. Subclasses know the address of the server, and the name of the policy there.
+
+    Attributes:
+        checks (`PushChecks`, *optional*):
+            Checks of pushes; `None` if `rollout_monitor` is null.
+        doubt (`str`):
+            A reason why the weights of the sampler may not matter; empty without one.
+    """
+
+    doubt = ""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, model = trainer, trainer._bare(trainer.model)
-        self.weights = WeightCheck(self.read_sampler, model, self._sampler_dtype)
-        self.movement = MovementCheck(
-            model,
-            self._score_with_server,
-            trainer.temperature,
-            is_main_process=trainer.accelerator.is_main_process,
-            broadcast=broadcast_object_list,
-        )
-        # A text cannot have images. A processor is the same on all ranks; images may be on some
-        self.movement.done = hasattr(trainer.processing_class, "image_processor")
+        self.trainer = trainer
+        self.checks: Any = None
+        if trainer._settings.rollout_monitor is not None:
+            from ..arrival.pushes import PushChecks
+
+            self.checks = PushChecks(self, trainer._bare(trainer.model))
 
     @property
     def server(self) -> str | None:
@@ -49,50 +120,69 @@ class CheckedPushes:
         """Name of the policy on the server."""
         raise NotImplementedError
 
-    def _sampler_dtype(self) -> str:
+    @property
+    def engine(self) -> Any:
+        """A colocated vLLM; `None` without one."""
+        return None
+
+    @property
+    def sampler_dtype(self) -> str:
+        """Type of the weights of the sampler."""
         return engine_metadata(self.trainer._engine_config).get("sampler_dtype", "bfloat16")
 
-    def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
-        """Weights that the sampler holds: [`~trl_rollout_corr.arrival.fingerprints.read`]; `None` if it cannot be read."""
-        if self.server is None or not has_extension(self.trainer._engine_config):
-            return None
-        return read_server(self.server, names)
+    def broadcast(self, values: list) -> list:
+        """The list of the main process, on every rank."""
+        broadcast_object_list(values, from_process=0)
+        return values
 
-    def _score_with_server(self, texts: list[list[int]]) -> list[list[float]]:
-        if self.server is None:
-            raise RuntimeError("The log-probabilities of a server were asked for, but this run has no server.")
-        return score_text(self.server, self.served_model, texts)
+    def leaving_base_alone(self, model: Any) -> Any:
+        """Context in which a push of an adapter changes no weight of its base."""
+        plugin = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        return leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
 
-    def log_unmoved(self) -> None:
-        """Log the share of quantised tensors that stood still at the last push. TRL takes the mean over pushes."""
-        if self.weights.unmoved is not None:
-            self.trainer._metrics["train"][QUANTISED_UNMOVED].append(self.weights.unmoved)
+    def noting(self, weights: Weights) -> Weights:
+        """Weights on their way to the sampler, which the checks see."""
+        return weights if self.checks is None else self.checks.noting(weights)
 
-    def keep_text(self, batch: dict[str, Any], score: Callable[[], torch.Tensor]) -> None:
-        """Let a server be checked with a micro-batch. `score` computes its log-probabilities, `(B, T)`, when called."""
-        if self.trainer.model.training and self.movement.needs_text:
-            self.movement.keep(batch, self.trainer._loss_mask(batch), score)
+    def checking(self) -> Any:
+        """Context of a push that is checked."""
+        return nullcontext() if self.checks is None else self.checks.pushing()
+
+    def keep(self, batch: dict[str, Any], score: Callable[[], torch.Tensor]) -> None:
+        """Let the checks use a micro-batch. `score` computes its log-probabilities, `(B, T)`, when called."""
+        if self.checks is not None and self.trainer.model.training:
+            self.checks.keep(batch, score)
 
 
-class PushesToVLLM(CheckedPushes):
-    """Checked pushes of a trainer that generates with `vllm_generation`. `doubt`: a reason why its weights may not matter."""
+class PushesToVLLM(Pushes):
+    """Pushes of a trainer that generates with `vllm_generation`, whose `sync_weights` is replaced."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        other = getattr(trainer, "rollout_func", None) is not None
-        self.doubt = "Completions come from `rollout_func`, which may use another sampler." if other else ""
+        if getattr(trainer, "rollout_func", None) is not None:
+            self.doubt = "Completions come from `rollout_func`, which may use another sampler."
+        if trainer.use_vllm:
+            generation = trainer.vllm_generation
+            refuse_packed_base(generation.model, generation.mode)
+            self._sync_weights = generation.sync_weights
+            generation.sync_weights = self.push
 
-    @contextmanager
-    def pushing(self) -> Iterator[None]:
-        """A push of weights, which is checked afterwards."""
-        trainer = self.trainer
-        trainer.rollout_step = step = trainer.state.global_step
-        with self.weights.watching(trainer.vllm_generation, "_iter_named_params"):
-            yield
-        announced = trainer.rollout_step != step  # a sampler may have older weights on purpose
-        self.weights.judge(step, announced=announced, doubt=self.doubt)
-        self.log_unmoved()
-        self.movement.pushed(step, announced=announced)
+    def push(self, *args: Any, **kwargs: Any) -> None:
+        """Push weights with TRL's `sync_weights`, or through vLLM's reload where that fails."""
+        trainer, generation = self.trainer, self.trainer.vllm_generation
+        trainer.rollout_step = trainer.state.global_step  # a sampler with older weights sets it while they are pushed
+        with (
+            self.checking(),
+            self.leaving_base_alone(generation.model),
+            sending(generation, "_iter_named_params", self._sent),
+        ):
+            self._sync_weights(*args, **kwargs)
+            forget_images(generation)
+
+    def _sent(self, weights: Weights) -> Weights:
+        """Weights that are left for TRL to send."""
+        generation, noted = self.trainer.vllm_generation, self.noting(weights)
+        return _reload(generation, noted) if needs_reload(generation) else noted
 
     @property
     def server(self) -> str | None:
@@ -103,9 +193,7 @@ class PushesToVLLM(CheckedPushes):
     def served_model(self) -> str:
         return str(self.trainer.vllm_generation.vllm_client.model)
 
-    def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
-        if self.trainer.vllm_mode != "colocate":
-            return super().read_sampler(names)
-        generation = self.trainer.vllm_generation
-        engine = generation.llm.llm_engine.model_executor.driver_worker
-        return read(engine.get_model(), names, getattr(generation, "tp_group", None))
+    @property
+    def engine(self) -> Any:
+        trainer = self.trainer
+        return trainer.vllm_generation if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
