@@ -14,7 +14,7 @@ import torch
 from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler, load_model
-from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses
+from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses, watcher
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.analysis.report.facts import analyse
@@ -711,7 +711,7 @@ def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_pat
     trainer, seen = train(
         tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
     )
-    diagnosis = trainer._observer.first_step.diagnosis
+    diagnosis = watcher(trainer, "rollout_diagnose").diagnosis
     assert diagnosis.verdict == "nothing"
     assert "Diagnosis of step 1. Nothing to correct." in capsys.readouterr().out
     rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
@@ -727,7 +727,7 @@ def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_p
     fields = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4, "rollout_diagnose": True}
     trainer = build_with_dropout(tiny_model_path, tmp_path, **fields)
     trainer.train()
-    assert [finding.name for finding in trainer._observer.first_step.diagnosis.findings] == ["dropout"]
+    assert [finding.name for finding in watcher(trainer, "rollout_diagnose").diagnosis.findings] == ["dropout"]
 
 
 def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):

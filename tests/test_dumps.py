@@ -20,7 +20,7 @@ from tests.distributed.test_ranks import launch
 from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, clean_environment
 from tests.tiny import PROMPTS, StaleSampler
-from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses, saying
+from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses, saying, watcher
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr import diagnosis as diagnosing
 from trl_rollout_corr.__main__ import main
@@ -158,7 +158,8 @@ def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
 
 
 def test_every_batch_of_a_step_draws_numbers_of_its_own(make, tmp_path):
-    dump = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)._observer.dump
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)
+    dump = watcher(trainer, "rollout_dump_dir")
     ones = torch.ones(1, 3)
     columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
     columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}

@@ -85,7 +85,7 @@ def test_arguments_reach_the_engine(tiny_model_path, tmp_path):
     assert config.model_config.head_dtype == torch.bfloat16
     types = {"sampler_dtype": "float32", "sampler_head_dtype": "bfloat16", "kv_cache_dtype": "auto"}
     assert engine_metadata(config) == types
-    assert trainer._observer.dump is None
+    assert not trainer._watchers
     trainer.train()
 
 

@@ -23,6 +23,7 @@ from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
+from trl_rollout_corr.door import tool
 from trl_rollout_corr.reloading import push
 
 
@@ -144,6 +145,11 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float], rel
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=rel, abs=abs, nan_ok=True), key
+
+
+def watcher(trainer, field: str):
+    """The watcher of a trainer that a field of its configuration asked for."""
+    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, tool(field)))
 
 
 def logged(trainer, key: str) -> list[float]:

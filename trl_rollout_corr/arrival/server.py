@@ -34,19 +34,6 @@ def has_extension(config: Any) -> bool:
     return bool(parallel.get("worker_extension_cls") == EXTENSION)
 
 
-def read_configuration(url: str) -> dict[str, Any]:
-    """Resolved configuration of a vLLM server, which it tells with `VLLM_SERVER_DEV_MODE=1`."""
-    response = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=60)
-    if response.status_code == 404:
-        raise RuntimeError(
-            f"The vLLM server at {url} does not tell its configuration, and so takes no new weights. Start it with "
-            "`VLLM_SERVER_DEV_MODE=1` in its environment."
-        )
-    response.raise_for_status()
-    configuration: dict[str, Any] = response.json()["vllm_config"]
-    return configuration
-
-
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
     """Weights that the workers of a server hold: [`~trl_rollout_corr.arrival.fingerprints.read`]."""
     request: Any = {"method": "read_weights", "args": [names]}

@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from ..arrival.server import check_patterns, read_configuration, served_adapter
+from ..arrival.server import check_patterns, served_adapter
 from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..recording.observer import CorrectedBatch
 from ..recording.run_metadata import check_types, engine_metadata
 from ..settings.config import RolloutCorrectionConfig
 from ..trainers.batches import TAGS, CorrectsBatches
-from ..trainers.logprobs import check_server_logprobs
+from ..trainers.logprobs import check_server_logprobs, read_configuration
 from ..trainers.trl_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from .contract import METHODS
@@ -144,7 +144,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         samples, batcher = self._rollout_dataset, dataloader.dataset
         samples.queue = self._watched_queue = WatchedQueue(samples.queue)
         batcher.dataset = AnnotatedSamples(samples, self._watched_queue, self._step_of_version)
-        with_text = any((self._observer.dump, self._observer.first_step, self._pushes.server))
+        with_text = any(watcher.reads_text for watcher in self._watchers) or bool(self._pushes.server)
         inner = dataloader.base_dataloader  # Accelerate's around torch's
         inner.collate_fn = LayoutCollator(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
@@ -234,7 +234,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         anchor = current
         if self._settings.bypasses and self._settings.changes_loss:
             anchor, corrected = self._bypass(corrected)
-        self._observer.corrected(self._now, corrected)
+        self._record(corrected)
         return anchor, corrected
 
     def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ..settings.config import RolloutCorrectionConfig
 from ..settings.resolve import Settings
 from .functional import (
     Rejection,
@@ -24,6 +23,10 @@ from .functional import (
     turns_of,
 )
 from .metrics import Statistics, Weights, collect
+
+
+if TYPE_CHECKING:
+    from ..settings.config import RolloutCorrectionConfig
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def compute_rollout_correction(
     train_logps: torch.Tensor,
     rollout_logps: torch.Tensor,
     mask: torch.Tensor,
-    config: RolloutCorrectionConfig | Settings,
+    config: "RolloutCorrectionConfig | Settings",
     *,
     advantages: torch.Tensor | None = None,
     turn_ids: torch.Tensor | None = None,

@@ -6,10 +6,32 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import torch
 
+from ..recording.keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
+from ..recording.observer import CorrectedBatch
 from .columns import COLUMNS, Column
 
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor | None]
+
+
+def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
+    batch, advantages = corrected.batch, corrected.batch["advantages"]
+    tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    return tokens, {
+        "mask": corrected.mask.bool(),
+        "train_logps": corrected.train_logps,
+        "rollout_logps": batch[ROLLOUT_LOGPS],
+        "weights": corrected.correction.weights,
+        "keep": corrected.correction.keep,
+        "coefficients": corrected.coefficients,
+        "reward": batch[REWARDS],
+        "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
+        "staleness": corrected.ages,
+        "again_logps": batch.get(AGAIN_LOGPS),
+        "turn_ids": batch.get(TURN_IDS),
+        "padding": batch.get(PADDING),
+    }
 
 
 def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:

@@ -5,18 +5,21 @@ import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
-from ..dumps.claims import claim
+from ..dumps.claims import check_folder, claim
 from ..dumps.files import append_log, remove_oldest, rewind, write_rows
-from ..dumps.rows import make_row, on_host
+from ..dumps.rows import columns_of, make_row, on_host
 from ..messages import notify, warn_idle
 from ..settings.config import RolloutCorrectionConfig
+from ..settings.resolve import Settings
+from ..trainers.watcher import Watcher
+from .observer import CorrectedBatch, Moment
 from .run_metadata import settings_in_effect
 
 
@@ -29,7 +32,7 @@ class Offered(NamedTuple):
     sequence: dict[str, torch.Tensor | None]
 
 
-class SequenceDump(TrainerCallback):
+class SequenceDump(Watcher):
     """Collects sequences during a step, and writes those that are drawn or worst when it ends. `about` describes the run."""
 
     def __init__(
@@ -51,6 +54,31 @@ class SequenceDump(TrainerCallback):
         self.next_step = self.settings.rollout_dump_steps
         self.unchecked = 0  # bytes written since the size of the folder was looked at
         self.gave_up = False
+
+    reads_text = True
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        check_folder(Path(settings.rollout_dump_dir or ""))
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self:
+        args, settings = trainer.args, trainer.args.settings
+        if settings.rollout_dump_sampled == settings.rollout_dump_worst == 0:
+            reason = (
+                "`rollout_dump_sampled` and `rollout_dump_worst` are 0, so the folder gets the log and no sequence"
+            )
+            warn_idle("rollout_dump_dir", settings.rollout_dump_dir, reason)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        return cls(args, trainer.accelerator, tokenizer, args.seed, trainer._about)
+
+    def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
+        self.checkpoint = checkpoint
+
+    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+        step = now.step + 1  # the optimizer step that trains on the batch
+        if now.mode == "train" and self.wants(step):
+            self.offer(step, *columns_of(batch))
 
     def wants(self, step: int) -> bool:
         """True if an optimizer step is dumped: the step that is due, or the next one that corrects a batch."""

@@ -1,33 +1,63 @@
 """The diagnosis of the first step: `rollout_diagnose`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.text import write_text
-from ..dumps.rows import make_row, on_host
+from ..dumps.rows import columns_of, make_row, on_host
 from ..dumps.sequences import Sequences
 from ..settings.config import RolloutCorrectionConfig
+from ..trainers.watcher import Watcher
+from .keys import AGAIN_LOGPS
+from .observer import CorrectedBatch, Moment
 from .run_metadata import settings_in_effect
 
 
 ROWS = 64  # sequences of a diagnosis
-AGAIN = 8  # sequences that are scored a second time
 
 
-class FirstStepDiagnosis(TrainerCallback):
-    """Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the main process at its end."""
+class FirstStepDiagnosis(Watcher):
+    """
+    Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the main process at its end. With
+    `score_alone`, some sequences of the first batch are scored a second time, one by one.
+    """
 
-    def __init__(self, args: RolloutCorrectionConfig, about: dict[str, str]) -> None:
+    reads_text = True
+
+    def __init__(
+        self,
+        args: RolloutCorrectionConfig,
+        about: dict[str, str],
+        score_alone: Callable[[dict[str, Any]], torch.Tensor] | None = None,
+    ) -> None:
+        self._score_alone = score_alone
         self.args, self.about = args, about
         self.rows: list[dict[str, Any]] = []
         self.looked = False  # True once sequences were scored a second time
         self.done = False
         self.diagnosis: Any = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self:
+        # Sequences are scored one by one, which is not possible with images. A processor is the same on all ranks; images may
+        # be on some.
+        images = hasattr(trainer.processing_class, "image_processor")
+        score_alone = None if images else getattr(trainer, "_score_alone", None)
+        return cls(trainer.args, trainer._about, score_alone)
+
+    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+        if now.mode != "train":
+            return
+        if self.looks_twice() and self._score_alone is not None:  # all ranks score
+            batch.batch[AGAIN_LOGPS] = self._score_alone(batch.batch)  # for the dump as well
+        step = now.step + 1  # the optimizer step that trains on the batch
+        if self.wants(step):
+            self.offer(step, *columns_of(batch))
 
     def wants(self, step: int) -> bool:
         """True if sequences of an optimizer step are collected."""
@@ -59,20 +89,3 @@ class FirstStepDiagnosis(TrainerCallback):
             except Exception as error:  # an error of the diagnosis must not end the run
                 text = f"No diagnosis of the first step: {error}.\n"
             tqdm.write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
-
-
-def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
-    """Log-probabilities `(B, T)` in nats of the first sequences of a batch, one by one without padding; else NaN."""
-    logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
-    devices = [logps.device] if logps.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        for i in range(min(most, len(logps))):
-            prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
-            mask = batch["completion_mask"][i].bool()
-            completion = batch["completion_ids"][i][mask]
-            # every rank makes as many forward passes, also for a completion that TRL masks as a whole
-            ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
-            n = max(len(completion), 1)
-            scored = forward(i, ids, torch.ones_like(ids), n)[0][0].float()
-            logps[i, : len(completion)] = scored[: len(completion)]
-    return logps

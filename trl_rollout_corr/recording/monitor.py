@@ -5,8 +5,9 @@ import textwrap
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import partial
+from typing import Any, Self
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
@@ -14,9 +15,10 @@ from ..health.examine import Examiner, parse_bounds
 from ..health.rule import ALARMS, Alarm
 from ..health.rules import SILENCED
 from ..health.windows import is_training_window
-from ..messages import PREFIX, notify
+from ..messages import PREFIX, notify, warn_idle
+from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import MONITOR_ACTIONS, MonitorAction
-from ..settings.resolve import Settings
+from ..trainers.watcher import Watcher
 from .observer import Observer
 
 
@@ -24,7 +26,7 @@ FIRST_PAUSE = 10  # windows between the first two messages about a cause; a wind
 _SYMBOLS = {"critical": "✖", "warning": "▲"}
 
 
-class RolloutCorrectionMonitor(TrainerCallback):
+class RolloutCorrectionMonitor(Watcher):
     r"""
     Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
 
@@ -55,15 +57,42 @@ class RolloutCorrectionMonitor(TrainerCallback):
     ```
     """
 
+    reads_steps = True
+
     def __init__(self, action: MonitorAction = "warn", bounds: Mapping[str, float | None] | str | None = None) -> None:
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         self.action = action
         self.of_configuration = False  # or brought by the user
+        self.warned = False  # about fields of the configuration
         self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
         self.observer: Observer | None = None  # of the trainer; without one, a window is what was logged
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self:
+        settings = trainer.args.settings
+        monitor = cls(settings.rollout_monitor, settings.rollout_monitor_bounds)
+        monitor.of_configuration = True
+        return monitor
+
+    def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
+        monitor = keep_one_monitor(trainer.callback_handler)
+        if monitor is not self:
+            return
+        self.observer = trainer._observer if everywhere else None
+        if not self.of_configuration and not self.warned:
+            self.warned = True
+            self._warn_about_fields(trainer.args.settings)
+
+    def _warn_about_fields(self, settings: Any) -> None:
+        """Warn about fields of the configuration that a monitor of the user does not follow."""
+        reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
+        if settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
+            warn_idle("rollout_monitor", settings.rollout_monitor, reason)
+        if settings.rollout_monitor_bounds is not None:
+            warn_idle("rollout_monitor_bounds", settings.rollout_monitor_bounds, reason)
 
     def _restart(self) -> None:
         self._stopping = False
@@ -190,24 +219,13 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
                 callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
 
 
-def keep_one_monitor(
-    handler: CallbackHandler, own: RolloutCorrectionMonitor | None = None
-) -> RolloutCorrectionMonitor | None:
+def keep_one_monitor(handler: CallbackHandler) -> RolloutCorrectionMonitor | None:
     """Keep the last monitor of the user, or else the configuration's, in the first place, so that reporters see its alarms."""
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]
-    monitor = next(iter([*reversed(brought), *monitors, own]))
+    monitor = next(iter([*reversed(brought), *monitors, None]))
     handler.callbacks = [x for x in handler.callbacks if x not in monitors]
     if monitor is not None:
         monitor.reporters = handler
         handler.callbacks.insert(0, monitor)
-    return monitor
-
-
-def monitor_of(settings: Settings) -> RolloutCorrectionMonitor | None:
-    """Monitor that settings ask for; `None` if they ask for none."""
-    if settings.rollout_monitor is None:
-        return None
-    monitor = RolloutCorrectionMonitor(settings.rollout_monitor, settings.rollout_monitor_bounds)
-    monitor.of_configuration = True
     return monitor

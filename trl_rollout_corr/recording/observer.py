@@ -1,5 +1,5 @@
 """
-Metrics of the correction, age of the data and dump of a trainer. Nothing here changes the loss.
+Metrics of the correction and age of the data of a trainer. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -18,9 +18,7 @@ from ..correction.functional import turns_of
 from ..correction.groups import add_up_groups
 from ..correction.sums import Sums
 from ..settings.resolve import Settings
-from .dumping import SequenceDump
-from .first_step import FirstStepDiagnosis
-from .keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
+from .keys import REWARDS, ROLLOUT_LOGPS, TURN_IDS
 
 
 class Moment(NamedTuple):
@@ -50,15 +48,8 @@ class Observer:
     mode, at its first visit or before it, and in bypass mode at every visit, as the correction depends on the current policy.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        accelerator: Accelerator,
-        dump: SequenceDump | None = None,
-        first_step: FirstStepDiagnosis | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
         self.settings = settings
-        self.dump, self.first_step = dump, first_step
         self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
 
     def add(self, mode: str, sums: Sums) -> None:
@@ -84,7 +75,7 @@ class Observer:
         self.add(now.mode, Staleness.of(count_completions(mask, n_dropped)))
 
     def corrected(self, now: Moment, corrected: CorrectedBatch) -> None:
-        """Count a batch that was corrected, and offer it to the dump."""
+        """Count a batch that was corrected."""
         batch, correction = corrected.batch, corrected.correction
         turns = log_ratio = None
         if "tool_mask" in batch or TURN_IDS in batch:
@@ -96,15 +87,6 @@ class Observer:
         self.add(now.mode, groups)
         if corrected.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
-        step = now.step + 1  # the optimizer step that trains on the batch
-        collectors = (self.dump, self.first_step) if now.mode == "train" else ()
-        for collector in collectors:
-            if collector is not None and collector.wants(step):
-                collector.offer(step, *_columns(corrected))
-
-    def looks_twice(self, now: Moment) -> bool:
-        """True if some sequences of this batch are to be scored a second time."""
-        return now.mode == "train" and self.first_step is not None and self.first_step.looks_twice()
 
     def close_step(self, step: int) -> None:
         """End an optimizer step of the training. All ranks must call it, as it gathers the sums."""
@@ -197,23 +179,3 @@ class StepSums:
             self._copied.synchronize()
         vectors = self._vectors.cpu().split([len(part.vector) for part in self._layouts])
         return [replace(part, vector=vector) for part, vector in zip(self._layouts, vectors, strict=True)]
-
-
-def _columns(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
-    batch, advantages = corrected.batch, corrected.batch["advantages"]
-    tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-    return tokens, {
-        "mask": corrected.mask.bool(),
-        "train_logps": corrected.train_logps,
-        "rollout_logps": batch[ROLLOUT_LOGPS],
-        "weights": corrected.correction.weights,
-        "keep": corrected.correction.keep,
-        "coefficients": corrected.coefficients,
-        "reward": batch[REWARDS],
-        "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
-        "staleness": corrected.ages,
-        "again_logps": batch.get(AGAIN_LOGPS),
-        "turn_ids": batch.get(TURN_IDS),
-        "padding": batch.get(PADDING),
-    }

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from ..messages import SettingError, nearest, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, WeightLevel
-from .migrate import TRL_KEYS, from_trl
+from .of_trl import TRL_KEYS, from_trl
 from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ..messages import warn
-from .migrate import read_value
+from .of_trl import read_value
 from .thresholds import parse_number, parse_truth
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
-from ..health.examine import parse_bounds
+from ..door import tool
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, Level
 from .presets import PRESETS
@@ -102,6 +102,12 @@ def _engine_kwargs(value: object) -> dict[str, Any]:
     raise SettingError("rollout_engine_kwargs", value, allowed=allowed)
 
 
+def _bounds(value: object) -> Any:
+    """Other limits of the monitor, whose names the monitor knows."""
+    value = none_if_null(value)
+    return None if value is None else tool("bounds of the monitor")(value) or None
+
+
 # Parser of each field, in the order of the documentation. `None` and "preset" are values of a field that a preset decides
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_correction": _preset,
@@ -122,7 +128,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_engine_kwargs": partial(_unless_none, _engine_kwargs),
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
     "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
-    "rollout_monitor_bounds": lambda value: parse_bounds(none_if_null(value)) or None,
+    "rollout_monitor_bounds": _bounds,
     "rollout_diagnose": partial(parse_truth, field="rollout_diagnose"),
     "rollout_dump_dir": partial(_unless_none, _folder),
     "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),

@@ -14,7 +14,8 @@ from ..messages import SelfContainedError, SettingError, warn, yaml_lines
 from .config import RolloutCorrectionConfig
 from .counterparts import TRAINERS, comment, counterpart, to_trl
 from .fields import FIELDS
-from .migrate import NOT_SET, from_trl, from_verl, split_verl
+from .migrate import NOT_SET, from_verl, split_verl
+from .of_trl import from_trl
 from .resolve import Settings
 
 

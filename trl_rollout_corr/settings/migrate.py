@@ -1,25 +1,18 @@
 """
-Settings of verl and of TRL, translated to fields of [`RolloutCorrectionConfig`].
+Settings of verl, translated to fields of [`RolloutCorrectionConfig`] by `from_verl`.
 
-`from_verl` and `from_trl` return fields. A setting without an exact counterpart gives a warning. An unknown key, and a value
+A setting without an exact counterpart gives a warning. An unknown key, and a value
 that cannot be translated, are a `ValueError`.
 """
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..messages import SettingError, nearest, warn, warn_idle
+from ..messages import SettingError, warn, warn_idle
 from .criteria import FIRST_NAMES
-from .thresholds import (
-    TRUTH,
-    none_if_null,
-    parse_number,
-    parse_rejection_thresholds,
-    parse_truth,
-    parse_weight_threshold,
-)
+from .of_trl import OFF, read_keys, read_value
+from .thresholds import TRUTH, parse_number, parse_rejection_thresholds, parse_truth, parse_weight_threshold
 
 
 # Names of verl, as data -----------------------------------------------------------------------------------------------
@@ -63,48 +56,9 @@ FIRST_PRESETS: dict[str, dict[str, Any]] = {
 }
 # Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-_TRUTH = (
-    "rollout_is_batch_normalize",
-    "bypass_mode",
-    "bypass_old_logprob_for_rollout",
-    "use_pure_rollout_correction",
-    "use_policy_gradient",
-    "vllm_importance_sampling_correction",
-)
-
-TRL_KEYS = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
-
 # Loss of bypass mode in the first version of the section, and in its next one
 _PURE = ("use_pure_rollout_correction", "use_policy_gradient")
-OFF = {"rollout_correction": "disabled"}
 NOT_SET = object()
-
-
-# Values ---------------------------------------------------------------------------------------------------------------
-
-
-def read_value(value: object, key: str) -> object:
-    """A value without the text of null, which is refused if it is empty or has a variable that no shell has expanded."""
-    if not isinstance(value, str):
-        return value
-    if re.search(r"\$[{(\w]", value):
-        remedy = "The shell must expand it: run the command in the script that sets the variable, or write the value."
-        raise SettingError(key, value, "which is not expanded", remedy=remedy)
-    if not value.strip():
-        raise SettingError(key, value, "which is empty", remedy="A variable of the script may not be set.")
-    return none_if_null(value)
-
-
-def _read(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> dict[str, Any]:
-    """Check the keys, and read null and truth values of text."""
-    plain = {key: read_value(value, key) for key, value in settings.items() if key != "_target_"}  # of Hydra
-    for key, value in plain.items():
-        if key not in keys:
-            remedy = f"{nearest(key, keys)} Known keys: {', '.join(keys)}.".strip()
-            raise SettingError(key, value, f"which does not belong to {what}", remedy=remedy)
-        if key in _TRUTH and value is not None:
-            plain[key] = parse_truth(value, key)
-    return plain
 
 
 # verl -----------------------------------------------------------------------------------------------------------------
@@ -122,7 +76,7 @@ def from_verl(section: object) -> dict[str, Any]:
         raise SettingError("rollout_correction", section, allowed="a section, the name of a preset, or null")
     if is_first(section):
         return _from_first(section)
-    settings = _read(section, VERL_KEYS, "a verl `rollout_correction` section")
+    settings = read_keys(section, VERL_KEYS, "a verl `rollout_correction` section")
     for name, needed in (("rollout_is_threshold", "rollout_is"), ("rollout_rs_threshold", "rollout_rs")):
         if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # 2.0 stands beside null
             warn_idle(name, settings[name], f"`{needed}` is not set")
@@ -148,7 +102,7 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
     # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the mask. With TRL's
     # denominators, which a rejected token does not leave, the two are the same.
     keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
-    settings = {**FIRST_KEYS, **_read(section, keys, "the `rollout_is*` keys of verl's first releases")}
+    settings = {**FIRST_KEYS, **read_keys(section, keys, "the `rollout_is*` keys of verl's first releases")}
     given = settings.get("rollout_is")
     applies = settings["rollout_is"] = given is not None and parse_truth(given, "rollout_is")
     upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
@@ -252,26 +206,3 @@ def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object
         else:
             others[name] = value
     return section or whole, others
-
-
-# TRL ------------------------------------------------------------------------------------------------------------------
-
-
-def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Fields for TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults."""
-    # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token
-    # without a log-probability as 1, hence `rollout_nan_policy`.
-    settings = _read(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
-    if not settings.get("vllm_importance_sampling_correction", True):
-        return dict(OFF)
-    mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
-    upper = settings.get("vllm_importance_sampling_cap") or settings.get("vllm_importance_sampling_clip_max", 3.0)
-    lower = settings.get("vllm_importance_sampling_clip_min")
-    level, _, bounding = str(mode).partition("_")
-    if level not in ("token", "sequence") or bounding not in ("truncate", "mask"):
-        allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
-        raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
-    upper = _INF if upper is None else upper
-    threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
-    fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
-    return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields

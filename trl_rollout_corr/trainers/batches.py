@@ -7,7 +7,6 @@ Correction of one batch, its metrics and callbacks, for all trainers. It uses on
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +16,16 @@ from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
-from ..dumps.claims import check_folder
-from ..messages import SettingWarning, __version__, plain, warn_idle
-from ..recording.dumping import SequenceDump
-from ..recording.first_step import FirstStepDiagnosis
+from ..door import WATCHERS, tool
+from ..messages import SettingWarning, __version__, plain
 from ..recording.keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
-from ..recording.monitor import RolloutCorrectionMonitor, keep_one_monitor, monitor_of
 from ..recording.observer import CorrectedBatch, Moment, Observer
 from ..recording.run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import FIELDS
 from ..settings.resolve import Settings
 from .trl_interface import check_config_class
+from .watcher import Watcher, watchers_among
 
 
 if TYPE_CHECKING:
@@ -58,7 +55,6 @@ class CorrectsBatches(_Host):
     _trl_class: type
     _config_class: type
     _engine_config: Any = None  # of vLLM, if known
-    _brought: RolloutCorrectionMonitor | None = None  # a monitor of the user, once it was looked at
 
     def _read_settings(self, model: str | PreTrainedModel, args: Any) -> Any:
         """
@@ -74,31 +70,31 @@ class CorrectsBatches(_Host):
             warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
             args.check()
         self._settings: Settings = args.settings
-        if self._settings.rollout_dump_dir is not None:
-            check_folder(Path(self._settings.rollout_dump_dir))
+        for field in self._watched_fields:
+            tool(field).check(self._settings)
         self._fields = _fields_of(args)
         return args
 
     def _set_up_observer(self) -> None:
-        """Last step of building a trainer: warnings about the model, the observer, and the callbacks."""
-        args = self.args
+        """Last step of building a trainer: warnings about the model, the observer, and the watchers."""
         check_dropout(self._bare(self.model))
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
-        self._keep_one_monitor(monitor_of(self._settings))
-        if self._settings.rollout_dump_dir is not None:
-            if self._settings.rollout_dump_sampled == self._settings.rollout_dump_worst == 0:
-                reason = (
-                    "`rollout_dump_sampled` and `rollout_dump_worst` are 0, so the folder gets the log and no sequence"
-                )
-                warn_idle("rollout_dump_dir", self._settings.rollout_dump_dir, reason)
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            self._observer.dump = SequenceDump(args, self.accelerator, tokenizer, args.seed, self._about)
-            self.add_callback(self._observer.dump)
-        if self._settings.rollout_diagnose:
-            self._observer.first_step = FirstStepDiagnosis(args, self._about)
-            self.add_callback(self._observer.first_step)
+        for field in self._watched_fields:
+            watcher = tool(field).of(self)
+            if watcher is not None:
+                self.add_callback(watcher)
+
+    @property
+    def _watched_fields(self) -> list[str]:
+        """Fields of the settings that ask for a watcher."""
+        return [field for field in WATCHERS if getattr(self._settings, field)]
+
+    @property
+    def _watchers(self) -> list[Watcher]:
+        """Watchers of the configuration and of the user."""
+        return watchers_among(self.callback_handler.callbacks)
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
         for name, value in _fields_of(self.args).items():
@@ -107,29 +103,28 @@ class CorrectsBatches(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
-        monitor = self._keep_one_monitor()  # the user may have added one
-        watched = torch.tensor([monitor is not None], device=self.accelerator.device)
-        # The sums of a step are gathered over all ranks, which must agree about it
-        everywhere = self.accelerator.num_processes == 1 or bool(self.accelerator.gather(watched).all())
-        if monitor is not None:
-            monitor.observer = self._observer if everywhere else None
-        if self._observer.dump is not None:
-            self._observer.dump.checkpoint = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        checkpoint = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        reads_steps = any(watcher.reads_steps for watcher in self._watchers)
+        everywhere = self._on_every_rank(reads_steps)
+        for watcher in self._watchers:
+            watcher.begins(self, checkpoint, everywhere=everywhere)
         if self.is_world_process_zero():
             tqdm.write(f"Rollout correction {__version__}: {self.args.description}")
         return super().train(*args, **kwargs)
 
-    def _keep_one_monitor(self, own: RolloutCorrectionMonitor | None = None) -> RolloutCorrectionMonitor | None:
-        """Keep one monitor among the callbacks, and warn about fields of the configuration that it does not follow."""
-        monitor = keep_one_monitor(self.callback_handler, own)
-        if monitor is not None and not monitor.of_configuration and monitor is not self._brought:
-            self._brought = monitor
-            reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
-            if self._settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
-                warn_idle("rollout_monitor", self._settings.rollout_monitor, reason)
-            if self._settings.rollout_monitor_bounds is not None:
-                warn_idle("rollout_monitor_bounds", self._settings.rollout_monitor_bounds, reason)
-        return monitor
+    def _on_every_rank(self, fact: bool) -> bool:
+        """True if a fact is true on every rank. All ranks must call it."""
+        if self.accelerator.num_processes == 1:
+            return fact
+        facts = self.accelerator.gather(torch.tensor([fact], device=self.accelerator.device))
+        return bool(facts.all())
+
+    def _record(self, corrected: CorrectedBatch) -> None:
+        """Add a corrected batch to the metrics, and show it to the watchers."""
+        self._observer.corrected(self._now, corrected)
+        seen = corrected._replace(batch=dict(corrected.batch))  # one watcher may add a column for the next
+        for watcher in self._watchers:
+            watcher.corrected(self._now, seen)
 
     def _bare(self, model: Any) -> torch.nn.Module:
         """A model without its wrappers."""

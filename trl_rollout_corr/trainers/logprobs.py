@@ -8,10 +8,23 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import requests
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..messages import warn
-from ..replay.kept_tokens import KeptTokens
+
+
+def read_configuration(url: str) -> dict[str, Any]:
+    """Resolved configuration of a vLLM server, which it tells with `VLLM_SERVER_DEV_MODE=1`."""
+    response = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=60)
+    if response.status_code == 404:
+        raise RuntimeError(
+            f"The vLLM server at {url} does not tell its configuration, and so takes no new weights. Start it with "
+            "`VLLM_SERVER_DEV_MODE=1` in its environment."
+        )
+    response.raise_for_status()
+    configuration: dict[str, Any] = response.json()["vllm_config"]
+    return configuration
 
 
 def check_server_logprobs(mode: str, temperature: float) -> None:
@@ -51,7 +64,7 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
 def watch_sampler(
     generation: VLLMGeneration,
     keep: Callable[[list[list[float | None]], list[list[int]]], object],
-    kept_tokens: KeptTokens | None,
+    kept_tokens: Any,
 ) -> None:
     """
     Call `keep` with the log-probabilities of each generation and the prompts that vLLM has read, by completion. With

@@ -21,10 +21,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from ..arrival.server import read_configuration
-from ..recording.first_step import score_alone
+from ..door import tool
 from ..recording.keys import (
-    AGAIN_LOGPS,
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
     FIRST_LOGPS,
@@ -35,16 +33,16 @@ from ..recording.keys import (
     TURN_IDS,
     VISITED,
 )
-from ..recording.observer import CorrectedBatch
 from ..settings.config import RolloutCorrectionConfig
 from .batches import CorrectsBatches
 from .completions import read_logprobs
 from .engine import engine_arguments
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
 from .gradient_check import GradientCheck, not_in_loss
-from .logprobs import IMAGES, check_server_logprobs, warn_about_images, watch_sampler
+from .logprobs import IMAGES, check_server_logprobs, read_configuration, warn_about_images, watch_sampler
 from .pushes import PushesToVLLM
-from .replays import Replays, replays_of, sequences_of
+from .replay import Replay
+from .scoring import score_alone, sequences_of
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_weights, without_trl_correction
 
@@ -74,7 +72,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
     # TRL's own tests call methods of a trainer that was never initialised. So state has a default here, unless no method can
     # do its work without it: the settings, the observer, the pushes and the visits.
     _pass = ForwardPass()  # the forward pass that is under way
-    _replays = Replays()  # of choices of the sampler
+    _replays: Any = Replay()  # of choices of the sampler
     _other_prompts = False  # True once vLLM has read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
     # True if every sample is visited before the first optimizer step after its generation: the policy of the first visit is
@@ -100,7 +98,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
             self._check_server()
         self._check_sampler()
         self._pushes = PushesToVLLM(self)
-        self._replays = replays_of(self)
+        if self._settings.rollout_support is not None or self._settings.rollout_routing is not None:
+            self._replays = tool("replays")(self)
         if self.use_vllm:
             watch_sampler(self.vllm_generation, self._record_logprobs, self._replays.kept_tokens)
         self._set_up_observer()
@@ -328,16 +327,6 @@ class RolloutCorrectionMixin(CorrectsBatches):
             check = loss_pass.gradient_check = GradientCheck(logps)
             logps, coefficients = check.logps, coefficients * check.factor
         return self._enter_loss(inputs, logps, anchor, coefficients)
-
-    def _record(self, corrected: CorrectedBatch) -> None:
-        """Add a batch to the metrics. With `rollout_diagnose`, sequences of the first batch are scored a second time."""
-        # Sequences are scored one by one, which is not possible with images. A processor is the same on all ranks; images may
-        # be on some.
-        images = hasattr(self.processing_class, "image_processor")
-        if not images and self._observer.looks_twice(self._now):
-            again = {AGAIN_LOGPS: self._score_alone(corrected.batch)}
-            corrected = corrected._replace(batch={**corrected.batch, **again})
-        self._observer.corrected(self._now, corrected)
 
     def _score_again(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the policy, `(B, T)`, of a batch of text, with the weights at the time of the call."""

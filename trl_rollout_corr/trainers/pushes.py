@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..door import tool
 from ..recording.run_metadata import engine_metadata, quantises
 from ..reloading import push
 from .adapters import leaving_base_alone
@@ -106,9 +107,7 @@ class Pushes:
         self.trainer = trainer
         self.checks: Any = None
         if trainer._settings.rollout_monitor is not None:
-            from ..arrival.pushes import PushChecks
-
-            self.checks = PushChecks(self, trainer._bare(trainer.model))
+            self.checks = tool("checks of pushes")(self, trainer._bare(trainer.model))
 
     @property
     def server(self) -> str | None:

@@ -9,7 +9,7 @@ come back in each forward pass over the batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import DistributedType
@@ -18,6 +18,7 @@ from ..replay.experts import ROUTES, Experts
 from ..replay.kept_tokens import KeptTokens
 from ..replay.router_hooks import Flips
 from .forward_pass import ForwardPass
+from .replay import Replay
 from .trl_checks import truncation
 
 
@@ -25,15 +26,15 @@ from .trl_checks import truncation
 _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
-class Replays(NamedTuple):
+class Replays(Replay):
     """Replay of the experts and of the kept tokens of a trainer; `None` for what it does not replay."""
 
-    experts: Experts | None = None
-    kept_tokens: KeptTokens | None = None
+    def __init__(self, experts: Experts | None, kept_tokens: KeptTokens | None) -> None:
+        self.experts, self.kept_tokens = experts, kept_tokens
 
     @property
     def _all(self) -> list[Any]:
-        return [replay for replay in self if replay is not None]
+        return [replay for replay in (self.experts, self.kept_tokens) if replay is not None]
 
     def clear(self) -> None:
         """Forget the choices, before a batch is generated and after its columns are made."""
@@ -136,9 +137,3 @@ def experts_of(trainer: Any) -> Experts | None:
     if trainer.use_vllm:
         trainer.vllm_generation.llm = experts.recording(trainer.vllm_generation.llm)
     return experts
-
-
-def sequences_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and mask of prompts and completions, each `(B, P + T)`."""
-    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-    return ids, mask

@@ -1,0 +1,42 @@
+"""
+Where a trainer makes choices of the sampler again: the seam for `rollout_routing` and `rollout_support`.
+
+`B` sequences of `S` tokens with padding, `T` of them of the completion.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .forward_pass import ForwardPass
+
+
+class Replay:
+    """A trainer that makes no choice of the sampler again. [`~trl_rollout_corr.trainers.replays.Replays`] does."""
+
+    experts: Any = None
+    kept_tokens: Any = None
+
+    def clear(self) -> None:
+        """Forget the choices, before a batch is generated and after its columns are made."""
+
+    def place(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> dict[str, torch.Tensor]:
+        """Columns for a padded batch of prompts and completions that was just generated, both tensors `(B, S)`."""
+        return {}
+
+    def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+        """Check the columns of a batch that was just generated. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss."""
+
+    def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
+        """Columns for sequence `i` of a batch by itself and without padding."""
+        return {}
+
+    def forward(self, under_way: ForwardPass, forward: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+        """TRL's method of the forward pass, `forward`, with the choices that the pass under way makes again."""
+        return forward(*args, **kwargs)
+
+    def end(self) -> None:
+        """Let go of the choices, after a training step."""

@@ -1,0 +1,43 @@
+"""What a trainer knows of the tools that observe it: a monitor, a diagnosis, a dump."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+from transformers import TrainerCallback
+
+from ..recording.observer import CorrectedBatch, Moment
+from ..settings.resolve import Settings
+
+
+class Watcher(TrainerCallback):
+    """
+    A callback that also sees each corrected batch. Nothing that it does reaches the loss.
+
+    Methods are called on all ranks, so that a watcher may gather.
+    """
+
+    reads_text: ClassVar[bool] = False  # True if it needs the tokens of completions
+    reads_steps: ClassVar[bool] = False  # True if it reads the sums of each optimizer step
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        """Refuse settings before vLLM starts, which takes long."""
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self | None:
+        """The watcher that the settings of a trainer ask for; `None` if there is nothing to watch."""
+        raise NotImplementedError
+
+    def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
+        """
+        Training begins, perhaps from a checkpoint (a path, or True for the latest). `everywhere` is True if every rank has a
+        watcher that reads the sums of steps, which are gathered.
+        """
+
+    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+        """A batch was corrected: once in decoupled mode, and at every visit in bypass mode."""
+
+
+def watchers_among(callbacks: Iterable[Any]) -> list[Watcher]:
+    """The watchers among the callbacks of a trainer."""
+    return [callback for callback in callbacks if isinstance(callback, Watcher)]
