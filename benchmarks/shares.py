@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from trl_rollout_corr.probe.command import in_process
-from trl_rollout_corr.probe.parts import (
+from trl_rollout_corr.tools.probe.parts import (
     BODY,
     CACHE,
     DECODING,
@@ -47,8 +46,9 @@ from trl_rollout_corr.probe.parts import (
     k3,
     split,
 )
-from trl_rollout_corr.probe.process import Probe, build, run
-from trl_rollout_corr.reloading import push
+from trl_rollout_corr.tools.probe.probe import in_process
+from trl_rollout_corr.tools.probe.process import Probe, build, run
+from trl_rollout_corr.trainers.reloading import push
 
 
 CLOSE = 0.2  # of the size, within which a part is found

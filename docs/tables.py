@@ -13,14 +13,15 @@ from pathlib import Path
 
 import trl_rollout_corr
 from benchmarks.tables import grid
-from trl_rollout_corr.diagnosis.causes import CAUSES, HIDES
-from trl_rollout_corr.dumps.columns import COLUMNS
-from trl_rollout_corr.health.bands import in_words
-from trl_rollout_corr.health.rules import BOUNDS, SILENCED
-from trl_rollout_corr.messages import capitalized, yaml_lines
+from trl_rollout_corr.messages import capitalized
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
+from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
+from trl_rollout_corr.tools.dump.columns import COLUMNS
+from trl_rollout_corr.tools.monitor.bands import in_words
+from trl_rollout_corr.tools.monitor.rules import BOUNDS, SILENCED
+from trl_rollout_corr.tools.text import yaml_lines
 
 
 # What depends on the run in the message of an alarm

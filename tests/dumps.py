@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.dumps import files as dump
-from trl_rollout_corr.dumps.reading import read_table
+from trl_rollout_corr.tools.dump import folder as dump
+from trl_rollout_corr.tools.dump.reading import read_table
 
 
 WORDS = [" the", " sum", " of", " 3", " 7", " and", " is", " 10", ",", ".", "\n", " so", " <b>", " équation", " 数"]

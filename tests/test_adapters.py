@@ -6,7 +6,7 @@ from peft import LoraConfig, TaskType, get_peft_model
 
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, messages, saying
-from trl_rollout_corr.trainers.adapters import leaving_base_alone
+from trl_rollout_corr.tools.arrival.adapters import leaving_base_alone
 from trl_rollout_corr.trainers.pushes import refuse_packed_base
 
 
@@ -147,7 +147,7 @@ def merging_as_trl(monkeypatch):
     """Pushes with TRL's own merge."""
     from contextlib import nullcontext
 
-    monkeypatch.setattr("trl_rollout_corr.trainers.pushes.leaving_base_alone", lambda *args: nullcontext(False))
+    monkeypatch.setattr("trl_rollout_corr.tools.arrival.adapters.leaving_base_alone", lambda *args: nullcontext(False))
 
 
 @pytest.mark.vllm

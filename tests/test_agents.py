@@ -20,7 +20,7 @@ from tests.training import (
     window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.recording.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
 
 
 pytestmark = pytest.mark.vllm

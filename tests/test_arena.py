@@ -13,7 +13,7 @@ import torch
 from tests.launching import ROOT, benchmarks
 from tests.training import TRAINERS, VLLM, build, micro_batches, policy_logps
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 ARENA = ROOT / "benchmarks/arena"

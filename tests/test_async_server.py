@@ -25,8 +25,8 @@ from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
 from tests.training import messages
-from trl_rollout_corr.arrival.server import check_patterns
-from trl_rollout_corr.dumps.reading import open_dump
+from trl_rollout_corr.tools.arrival.server import check_patterns
+from trl_rollout_corr.tools.dump.reading import open_dump
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -232,8 +232,8 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
 @pytest.mark.parametrize("lost", ["nothing", "pushes", "pushes that cannot be read"])
 def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
     """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
-    from trl_rollout_corr.arrival import pushes
-    from trl_rollout_corr.asynchronous.pushes import PushesToServer
+    from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
+    from trl_rollout_corr.tools.arrival import pushes
 
     transfer_class = parts_for_a_cpu().DiskWeightTransfer
     load = transfer_class._load

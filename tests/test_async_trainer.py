@@ -33,9 +33,9 @@ from trl_rollout_corr import (
 from trl_rollout_corr.asynchronous.placeholders import Placeholder
 from trl_rollout_corr.asynchronous.trl_parts import AsyncGRPOTrainer, AsyncRolloutWorker, TreeRow
 from trl_rollout_corr.correction.groups import Groups, add_up_groups
-from trl_rollout_corr.dumps.reading import open_dump
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.recording.monitor import ALARMS
+from trl_rollout_corr.tools.dump.reading import open_dump
+from trl_rollout_corr.tools.monitor.callback import ALARMS
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from tests.training import TRAINERS, VLLM, build, freeze_sampler, gradients, logged, micro_batches
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.analysis.report.command import write_report
+from trl_rollout_corr.tools.report.report import write_report
 
 
 def correct(train_logps, rollout_logps, advantages, **fields):

@@ -13,16 +13,16 @@ from tests import reference
 from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
-from trl_rollout_corr.analysis.recompute import batch_of
-from trl_rollout_corr.analysis.spread import (
+from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.tools.analysis.recompute import batch_of
+from trl_rollout_corr.tools.analysis.spread import (
     Spread,
     measure,
     suggest_bounds,
 )
-from trl_rollout_corr.dumps import files as dump
-from trl_rollout_corr.dumps.reading import open_dump, read_table
-from trl_rollout_corr.health.examine import examine
-from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.tools.dump import folder as dump
+from trl_rollout_corr.tools.dump.reading import open_dump, read_table
+from trl_rollout_corr.tools.monitor.examine import examine
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")

@@ -17,16 +17,16 @@ from tests.tiny import StaleSampler, load_model
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses, watcher
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.analysis.report.facts import analyse
-from trl_rollout_corr.analysis.run import read_run
-from trl_rollout_corr.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
-from trl_rollout_corr.diagnosis.causes import CAUSES
-from trl_rollout_corr.diagnosis.evidence import LARGE, Evidence
-from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES, Stage
-from trl_rollout_corr.diagnosis.text import detail, evidence, headline, remedy_for, sure
-from trl_rollout_corr.dumps import files as dump
-from trl_rollout_corr.recording.run_metadata import settings_in_effect
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
+from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
+from trl_rollout_corr.tools.diagnosis.causes import CAUSES
+from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
+from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, STAGES, Stage
+from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
+from trl_rollout_corr.tools.dump import folder as dump
+from trl_rollout_corr.tools.report.facts import analyse
+from trl_rollout_corr.trainers.metadata import settings_in_effect
 
 
 with benchmarks("diagnose") as load_module:

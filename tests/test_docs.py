@@ -10,15 +10,15 @@ import torch
 from docs.tables import made
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.arrival.pushes import QUANTISED_UNMOVED
 from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
 from trl_rollout_corr.correction.groups import add_up_groups
-from trl_rollout_corr.health.bands import HEALTHY, in_words
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.replay.router_hooks import Flips
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
+from trl_rollout_corr.tools.arrival.push_checks import QUANTISED_UNMOVED
+from trl_rollout_corr.tools.monitor.bands import HEALTHY, in_words
+from trl_rollout_corr.tools.replay.router_hooks import Flips
 
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def documented_keys() -> set[str]:
 
 def reported_keys() -> set[str]:
     """Keys of every configuration that adds some, with the names of criteria replaced by `<c>`."""
-    from trl_rollout_corr.recording.monitor import ALARMS  # imports TRL
+    from trl_rollout_corr.tools.monitor.callback import ALARMS  # imports TRL
 
     keys = set()
     for threshold in (2.0, [0.5, 2.0]):

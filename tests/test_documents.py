@@ -15,7 +15,7 @@ import trl_rollout_corr
 from tests.launching import ROOT, clean_environment
 from tests.test_docs import anchors
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.settings.documents import document, pages, sections
+from trl_rollout_corr.tools.documents import document, pages, sections
 
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent

@@ -22,14 +22,14 @@ from tests.launching import ROOT, clean_environment
 from tests.tiny import PROMPTS, StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses, saying, watcher
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr import diagnosis as diagnosing
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.dumps import files as dump
-from trl_rollout_corr.dumps.columns import FORMAT, SCHEMA
-from trl_rollout_corr.dumps.files import files_of
-from trl_rollout_corr.dumps.reading import open_dump
-from trl_rollout_corr.recording import dumping
-from trl_rollout_corr.settings.files import config_of_run
+from trl_rollout_corr.tools import diagnosis as diagnosing
+from trl_rollout_corr.tools.dump import folder as dump
+from trl_rollout_corr.tools.dump import writing
+from trl_rollout_corr.tools.dump.columns import FORMAT, SCHEMA
+from trl_rollout_corr.tools.dump.folder import files_of
+from trl_rollout_corr.tools.dump.reading import open_dump
+from trl_rollout_corr.tools.translation.setting_files import config_of_run
 
 
 MODES = {
@@ -181,7 +181,7 @@ def test_a_full_disk_ends_the_dump_and_not_the_run(make, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dumping, "write_rows", full)
+    monkeypatch.setattr(writing, "write_rows", full)
     trainer = make(rollout_dump_dir=str(tmp_path / "dump"), max_steps=3)
     with pytest.warns(UserWarning, match=r"The dump in .* ends here: .*No space left") as warned:
         assert len(losses(trainer)) == 3
@@ -409,10 +409,10 @@ import sys, time
 from pathlib import Path
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
-from trl_rollout_corr.recording import dumping
+from trl_rollout_corr.tools.dump import writing
 
 model, folder, number = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-claim = dumping.claim
+claim = writing.claim
 
 def at_once(*args, **kwargs):
     (folder / f"ready {number}").touch()
@@ -420,7 +420,7 @@ def at_once(*args, **kwargs):
         time.sleep(0.001)
     return claim(*args, **kwargs)
 
-dumping.claim = at_once
+writing.claim = at_once
 trainer = build(*TRAINERS["grpo"], model, folder / number, sampler=StaleSampler(model), max_steps=3,
                 rollout_dump_dir=str(folder / "dump"))
 trainer.train()

@@ -16,8 +16,8 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectionConfig,
 )
-from trl_rollout_corr.recording.run_metadata import check_types, engine_metadata
-from trl_rollout_corr.trainers.engine import RESERVED, check_engine_kwargs, engine_arguments
+from trl_rollout_corr.trainers.engine_arguments import RESERVED, check_engine_kwargs, engine_arguments
+from trl_rollout_corr.trainers.metadata import check_types, engine_metadata
 from trl_rollout_corr.trainers.trl_checks import check_shared_process
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.dumps import make_dump
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.dumps.files import LOGS, files_of
+from trl_rollout_corr.tools.dump.folder import LOGS, files_of
 
 
 def dumped(output: Path) -> str:

@@ -37,7 +37,7 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOTrainer,
     __version__,
 )
-from trl_rollout_corr.recording.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]

@@ -1,6 +1,7 @@
 """Allowed imports of each module."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -14,34 +15,41 @@ import trl_rollout_corr
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
 ROOT = Path(__file__).parents[1]
-# Wings, and the modules of each. A module imports modules above it, of its own wing and of wings above that
-ORDER = {
-    "messages": [],
-    "health": ["bands", "reward", "windows", "texts", "rule", "conditions", "rules", "examine"],
-    "settings": [
-        "criteria",
-        "presets",
-        "thresholds",
-        "recipes",
-        "documents",
-        "fields",
-        "resolve",
-        "migrate",
-        "config",
-        "counterparts",
-        "files",
-    ],  # so far without torch
-    "correction": [
-        "functional",
-        "sums",
-        "metrics",
-        "groups",
-        "age",
-        "compute",
-    ],  # so far without pyarrow, numpy and TRL
-    "replay": ["routers", "sampled_experts", "router_hooks", "capture", "experts", "kept_tokens"],
-    "dumps": ["columns", "rows", "sequences", "files", "claims", "reading"],
-    "diagnosis": [
+# The core decides the loss and its metrics. A module imports modules above it
+CORE = {
+    "": ["messages", "door"],
+    "settings": ["criteria", "presets", "thresholds", "of_trl", "fields", "resolve", "config"],  # so far without torch
+    "correction": ["functional", "sums", "metrics", "groups", "age", "compute"],  # so far without numpy and TRL
+    "trainers": [
+        "keys",
+        "metadata",
+        "observer",
+        "watcher",
+        "gradient_check",
+        "completions",
+        "forward_pass",
+        "replay",
+        "scoring",
+        "versions",
+        "trl_checks",
+        "trl_interface",
+        "vllm_engine",
+        "engine_arguments",
+        "reloading",
+        "pushes",
+        "batches",
+        "mixin",
+        "grpo",
+        "rloo",
+    ],
+}
+# What observes, explains and translates. It may import the core, and tools above it
+TOOLS = {
+    "tools": ["text", "recipes", "documents", "quantised_engine"],
+    "tools.translation": ["verl", "counterparts", "setting_files"],
+    "tools.monitor": ["bands", "reward", "windows", "texts", "rule", "conditions", "rules", "examine", "callback"],
+    "tools.dump": ["columns", "rows", "sequences", "folder", "claims", "reading", "writing"],
+    "tools.diagnosis": [
         "observed",
         "evidence",
         "single_tokens",
@@ -51,27 +59,35 @@ ORDER = {
         "causes",
         "ranking",
         "text",
+        "first_step",
     ],
-    "reloading": [],
-    "arrival": ["fingerprints", "worker", "weights", "frozen", "server", "pushes"],
-    "recording": ["keys", "run_metadata", "dumping", "first_step", "observer", "monitor"],
-    "trainers": [
-        "gradient_check",
-        "completions",
-        "forward_pass",
-        "adapters",
-        "pushes",
-        "versions",
-        "trl_checks",
-        "replays",
-        "trl_interface",
-        "logprobs",
-        "engine",
-        "batches",
-        "mixin",
-        "grpo",
-        "rloo",
+    "tools.replay": [
+        "routers",
+        "sampled_experts",
+        "router_hooks",
+        "capture",
+        "experts",
+        "kept_tokens",
+        "choices",
     ],
+    "tools.arrival": ["fingerprints", "frozen", "adapters", "worker", "weights", "server", "push_checks"],
+    "tools.probe": ["parts", "process", "probe"],
+    "tools.analysis": ["run", "recompute", "spread", "recommend", "compare"],
+    "tools.report": [
+        "token_tables",
+        "examples",
+        "page",
+        "facts",
+        "log_charts",
+        "compose",  # so far without matplotlib
+        "drawing",
+        "html_page",
+        "follow",
+        "report",
+    ],
+}
+# A trainer of its own, and the commands
+OUTSIDE = {
     "asynchronous": [
         "contract",
         "packing",
@@ -79,56 +95,46 @@ ORDER = {
         "trl_parts",
         "stopping",
         "samples",
-        "pushes",
+        "server_pushes",
         "trainer",
     ],
     "axolotl": ["trainer", "plugin"],
-    "check": [],
-    "probe": ["parts", "process", "command"],
-    "analysis": ["run", "recompute", "spread", "recommend", "compare", "report"],
-    "__main__": [],
+    "": ["__main__"],
 }
-REPORT = [
-    "token_tables",
-    "completions",
-    "page",
-    "facts",
-    "log_charts",
-    "compose",  # so far without matplotlib
-    "drawing",
-    "html_page",
-    "follow",
-    "command",
-]
+MOST_LINES = 5500  # of the package, that the GRPO trainer loads
 
 
-def modules_of(*wings: str) -> list[str]:
-    return [f"{wing}.{name}" if name else wing for wing in wings for name in ORDER[wing] or [""]]
+def names(*parts: dict[str, list[str]]) -> list[str]:
+    """Modules in their order."""
+    return [
+        ".".join(filter(None, (room, name))) for part in parts for room, modules in part.items() for name in modules
+    ]
 
 
-WITHOUT_TORCH = [*modules_of("messages", "health", "settings"), "__main__"]
-WITHOUT_MATPLOTLIB = [
-    "analysis.compare",
-    *(f"analysis.report.{name}" for name in REPORT[: REPORT.index("compose") + 1]),
-]
-WITHOUT_TRL = [
-    *modules_of(
-        "messages",
-        "health",
-        "settings",
-        "correction",
-        "replay",
-        "dumps",
-        "diagnosis",
-        "reloading",
-        "arrival",
-        "analysis",
-    ),
-    *(f"analysis.report.{name}" for name in REPORT),
-    "probe.parts",
-    "probe.command",
+ORDER = names(CORE, TOOLS, {"tools": ["check"]}, OUTSIDE)
+WITHOUT_TORCH = [
+    *names({room: CORE[room] for room in ("", "settings")}),
+    "tools.text",
+    "tools.recipes",
+    "tools.documents",
+    *names({"tools.translation": TOOLS["tools.translation"]}),
+    *(f"tools.monitor.{name}" for name in TOOLS["tools.monitor"] if name != "callback"),
     "__main__",
 ]
+WITHOUT_MATPLOTLIB = [name for name in ORDER[: ORDER.index("tools.report.drawing")] if name.startswith("tools.report")]
+MAY_IMPORT_TRL = (
+    "trainers.",
+    "asynchronous.",
+    "axolotl.",
+    "tools.check",
+    "tools.diagnosis.first_step",
+    "tools.dump.writing",
+    "tools.monitor.callback",
+    "tools.probe.process",
+    "tools.quantised_engine",
+    "tools.replay.choices",
+)
+WITHOUT_TRL = [name for name in ORDER if not name.startswith(MAY_IMPORT_TRL)]
 
 
 def loaded_after(modules: list[str], heavy: list[str]) -> str:
@@ -176,41 +182,62 @@ def imported(path: Path) -> Iterator[str]:
                 yield from (".".join([*above, alias.name]) for alias in node.names)
 
 
+def module_of(path: Path) -> str:
+    """Name of a module from the package."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
 def test_arrows_point_up_only():
-    places = {name: place for place, name in enumerate(modules_of(*ORDER))}
+    places = {name: place for place, name in enumerate(ORDER)}
     for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts[:2])
+        name = module_of(path)
         for found in imported(path):
-            target = ".".join(found.split(".")[:2])
-            if name in places and target in places and target != name:
-                assert places[target] < places[name], f"{path.relative_to(PACKAGE)} imports {found}"
+            target = next((one for one in (found, found.rpartition(".")[0]) if one in places), None)
+            if name in places and target is not None and target != name and name != "door":
+                assert places[target] < places[name], f"{name} imports {found}"
 
 
-def test_a_report_has_an_order_of_its_own():
-    for path in (PACKAGE / "analysis/report").glob("*.py"):
-        for found in imported(path):
-            target = found.partition("analysis.report.")[2]
-            if path.stem in REPORT and target in REPORT and target != path.stem:
-                assert REPORT.index(target) < REPORT.index(path.stem), f"{path.name} imports {found}"
-    assert {path.stem for path in (PACKAGE / "analysis/report").glob("*.py")} - {"__init__"} == set(REPORT)
+def test_the_core_imports_no_tool():
+    """The door names tools, in strings that it imports when a setting asks for them. Types are not imported at all."""
+    for name in names(CORE):
+        if name != "door":
+            path = PACKAGE / (name.replace(".", "/") + ".py")
+            tools = [found for found in imported(path) if found.startswith("tools")]
+            assert tools == [] or not re.search(r"^\s*(from|import) .*tools", path.read_text(), re.MULTILINE), (
+                name,
+                tools,
+            )
+
+
+LOADED = """
+import importlib, json, sys
+from pathlib import Path
+importlib.import_module("trl_rollout_corr.{module}")
+loaded = {{name: getattr(x, "__file__", None) for name, x in sys.modules.items() if name.startswith("trl_rollout_corr")}}
+print(json.dumps({{name: len(Path(file).read_text().splitlines()) for name, file in loaded.items() if file}}))
+"""
+
+
+@pytest.mark.parametrize("module", ["trainers.grpo", "trainers.rloo", "correction.compute"])
+def test_what_decides_the_loss_loads_no_tool(module):
+    command = [sys.executable, "-c", LOADED.format(module=module)]
+    lines = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    assert [name for name in lines if name.startswith("trl_rollout_corr.tools")] == []
+    assert sum(lines.values()) <= MOST_LINES
+    if module == "correction.compute":
+        rooms = {name.split(".")[1] for name in lines if "." in name}
+        assert rooms <= {"correction", "settings", "messages", "door"}
+        assert "trl_rollout_corr.settings.config" not in lines
 
 
 def test_every_module_has_its_place():
-    others = {"__init__", "__pycache__", "py", ".agents"}  # the last has the skill for coding agents
-    assert {path.stem for path in PACKAGE.iterdir()} - others == set(ORDER)
-    for wing, modules in ORDER.items():
-        found = {
-            path.stem for path in (PACKAGE / wing).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
-        }
-        assert found - {"__init__"} == set(modules), wing
+    found = {module_of(path) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    assert found == set(ORDER)
 
 
 def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_alone():
     for path in PACKAGE.rglob("*.py"):
-        if path.parent not in {PACKAGE / "recording", PACKAGE / "trainers", PACKAGE / "asynchronous"} and path not in {
-            PACKAGE / "check.py",
-            PACKAGE / "probe/process.py",
-        }:
+        if not module_of(path).startswith(MAY_IMPORT_TRL):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

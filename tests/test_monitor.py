@@ -25,9 +25,9 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.health.reward import Reward
-from trl_rollout_corr.health.rule import ALARMS
-from trl_rollout_corr.recording.monitor import RolloutCorrectionMonitor
+from trl_rollout_corr.tools.monitor.callback import RolloutCorrectionMonitor
+from trl_rollout_corr.tools.monitor.reward import Reward
+from trl_rollout_corr.tools.monitor.rule import ALARMS
 
 
 def make_grpo(model, folder, **fields):

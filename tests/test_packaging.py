@@ -20,7 +20,7 @@ import yaml
 import trl_rollout_corr
 from tests.launching import ROOT
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.settings.recipes import write_recipes
+from trl_rollout_corr.tools.recipes import write_recipes
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -80,7 +80,7 @@ def test_the_wheel_has_the_package_and_the_recipes(built):
         assert str(path.relative_to(ROOT)) in names
     assert "trl_rollout_corr/py.typed" in names
     assert "trl_rollout_corr/.agents/skills/trl-rollout-corr/SKILL.md" in names  # where `library-skills` looks
-    assert {f"trl_rollout_corr/analysis/report/templates/page.{kind}" for kind in ("css", "html")} <= names
+    assert {f"trl_rollout_corr/tools/report/templates/page.{kind}" for kind in ("css", "html")} <= names
     for path in [*ROOT.glob("recipes/**/*.*"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]:
         assert f"trl_rollout_corr/shipped/{path.relative_to(ROOT)}" in names
     assert not [name for name in names if name.endswith(".pyc")]

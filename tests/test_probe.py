@@ -13,8 +13,8 @@ from tests.launching import ROOT, benchmarks, run
 from tests.tiny import build_model_with_code
 from tests.training import build_with_dropout
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.diagnosis import read_tokens
-from trl_rollout_corr.probe.parts import (
+from trl_rollout_corr.tools.diagnosis import read_tokens
+from trl_rollout_corr.tools.probe.parts import (
     BODY,
     CACHE,
     DECODING,
@@ -237,7 +237,7 @@ def request(model, folder, *options, **fields):
 
 
 def test_a_run_that_a_probe_cannot_split_is_refused(tiny_model_path, tmp_path):
-    from trl_rollout_corr.probe.process import read
+    from trl_rollout_corr.tools.probe.process import read
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
@@ -252,7 +252,7 @@ def test_a_run_that_a_probe_cannot_split_is_refused(tiny_model_path, tmp_path):
 
 
 def test_a_value_that_argparse_refuses_is_named(tiny_model_path, tmp_path):
-    from trl_rollout_corr.probe.command import in_process
+    from trl_rollout_corr.tools.probe.probe import in_process
 
     with pytest.raises(ValueError, match=r"^argument --temperature: invalid float value: 'warm'$"):
         in_process("a run", request(tiny_model_path, tmp_path, "--temperature", "warm"), tmp_path / "process")
@@ -268,7 +268,7 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     """As far as its first batch goes."""
-    from trl_rollout_corr.probe.process import read, shortened
+    from trl_rollout_corr.tools.probe.process import read, shortened
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     colocate = ["--vllm_mode", "colocate"] if recipe == "grpo/server.yaml" else []
@@ -282,7 +282,7 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
 
 
 def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
-    from trl_rollout_corr.probe.process import read, shortened
+    from trl_rollout_corr.tools.probe.process import read, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
@@ -305,7 +305,7 @@ def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
 
 def probed(model, folder, *options, **fields):
     """A probe in this process. Returns the diagnosis, the parts, and the tokens."""
-    from trl_rollout_corr.probe import process
+    from trl_rollout_corr.tools.probe import process
 
     folder.mkdir()
     first = process.run(process.build(request(model, folder, *options, **fields)), folder)
@@ -314,8 +314,8 @@ def probed(model, folder, *options, **fields):
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
-    from trl_rollout_corr.arrival.server import without_dropout
-    from trl_rollout_corr.probe.process import Probe
+    from trl_rollout_corr.tools.arrival.server import without_dropout
+    from trl_rollout_corr.tools.probe.process import Probe
 
     trainer = build_with_dropout(tiny_model_path, tmp_path)
     probe = Probe(trainer)
@@ -351,7 +351,7 @@ def test_a_sampler_in_step_is_healthy_and_a_fault_is_named(tiny_model_path, tmp_
 
 @pytest.mark.vllm
 def test_a_fault_of_known_size_is_found_alone_and_beside_another(tiny_model_path, tmp_path, shared_engine):
-    from trl_rollout_corr.probe.process import build as build_probe
+    from trl_rollout_corr.tools.probe.process import build as build_probe
 
     fields = {"output": str(tmp_path), "completions": 256, "length": 32}
     probe = build_probe({**request(tiny_model_path, tmp_path, "--vllm_max_model_length", "64"), **fields})
@@ -414,8 +414,8 @@ def saying_yes(tmp_path, monkeypatch):
 
 
 def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
-    from trl_rollout_corr.probe.process import build as build_probe
-    from trl_rollout_corr.probe.process import read
+    from trl_rollout_corr.tools.probe.process import build as build_probe
+    from trl_rollout_corr.tools.probe.process import read
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")

@@ -19,7 +19,7 @@ from tests.launching import ACCELERATE, ROOT, UNCOMPILED, free_port, run
 from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.diagnosis.causes import CAUSES
+from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 
 
 RECIPES = sorted(str(path.relative_to(ROOT / "recipes")) for path in ROOT.glob("recipes/*/*.yaml"))

@@ -29,14 +29,14 @@ from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
-from trl_rollout_corr.analysis.report import facts as facts_module
-from trl_rollout_corr.analysis.report import html_page, log_charts
-from trl_rollout_corr.analysis.report.drawing import COLORS, draw
-from trl_rollout_corr.analysis.report.log_charts import MORE, draw_trends
-from trl_rollout_corr.analysis.run import read_run
-from trl_rollout_corr.dumps.files import write_rows
-from trl_rollout_corr.health.examine import examine
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.dump.folder import write_rows
+from trl_rollout_corr.tools.monitor.examine import examine
+from trl_rollout_corr.tools.report import facts as facts_module
+from trl_rollout_corr.tools.report import html_page, log_charts
+from trl_rollout_corr.tools.report.drawing import COLORS, draw
+from trl_rollout_corr.tools.report.log_charts import MORE, draw_trends
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}
@@ -761,7 +761,7 @@ def test_bad_output_is_one_line(name, message, dump, tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(dump, tmp_path, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("trl_rollout_corr.analysis.report.")]:
+    for name in [name for name in sys.modules if name.startswith("trl_rollout_corr.tools.report.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(dump), "-o", str(tmp_path / "report.html")]) == 2

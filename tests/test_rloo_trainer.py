@@ -32,7 +32,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from trl_rollout_corr.recording.keys import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
 from trl_rollout_corr.trainers.pushes import push_by_reload
 
 

@@ -11,14 +11,14 @@ from tests.dumps import make_dump
 from tests.launching import ROOT
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.health.bands import HEALTHY
-from trl_rollout_corr.health.examine import Examiner, examine, parse_bounds
-from trl_rollout_corr.health.rules import BOUNDS, RULES, SILENCED
-from trl_rollout_corr.health.texts import ADVISED, fill, preset_for
-from trl_rollout_corr.health.windows import Window
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.tools.monitor.bands import HEALTHY
+from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
+from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
+from trl_rollout_corr.tools.monitor.texts import ADVISED, fill, preset_for
+from trl_rollout_corr.tools.monitor.windows import Window
 
 
 DISABLED = {"rollout_correction": "disabled"}

@@ -13,7 +13,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.asynchronous import parts_for_a_cpu
 from tests.launching import serving
 from tests.training import TRAINERS, assert_in_step, build, build_checked, config_fields, messages, saying
-from trl_rollout_corr.trainers.logprobs import check_server_logprobs, read_configuration
+from trl_rollout_corr.trainers.vllm_engine import check_server_logprobs, read_configuration
 
 
 both_trainers = pytest.mark.parametrize("config_class", [config for _, config in TRAINERS.values()])

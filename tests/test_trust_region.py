@@ -9,10 +9,10 @@ import torch
 from tests.dumps import read_dump
 from tests.training import TRAINERS, build, freeze_sampler, logged
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.analysis.compare import compare
-from trl_rollout_corr.analysis.report.command import write_report
 from trl_rollout_corr.correction.functional import probability_divergence, select_tokens
 from trl_rollout_corr.settings.criteria import DIRECTED, OF_PROBABILITIES
+from trl_rollout_corr.tools.analysis.compare import compare
+from trl_rollout_corr.tools.report.report import write_report
 
 
 _INDEX = torch.arange(24, dtype=torch.float64).view(4, 6)

@@ -31,8 +31,8 @@ from tests.vision import (
     vision_logps,
 )
 from trl_rollout_corr import compute_rollout_correction
-from trl_rollout_corr.dumps.reading import open_dump
-from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
+from trl_rollout_corr.tools.dump.reading import open_dump
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 from trl_rollout_corr.trainers.pushes import forget_images, push_by_reload
 
 

@@ -14,10 +14,10 @@ import torch
 from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build_checked, counting_forwards, losing, losses, messages, saying
-from trl_rollout_corr.arrival import server as server_checks
-from trl_rollout_corr.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
-from trl_rollout_corr.arrival.server import AdapterCheck, MovementCheck, read_server, score_text
-from trl_rollout_corr.arrival.weights import WeightCheck
+from trl_rollout_corr.tools.arrival import server as server_checks
+from trl_rollout_corr.tools.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
+from trl_rollout_corr.tools.arrival.server import AdapterCheck, MovementCheck, read_server, score_text
+from trl_rollout_corr.tools.arrival.weights import WeightCheck
 
 
 NOT_THERE = "The sampler does not have the weights of the trainer"
@@ -78,7 +78,7 @@ def test_what_arrives_says_nothing(make, schedule, dtype, caplog):
 
 @pytest.mark.vllm
 def test_a_tied_head_that_is_not_packed_again_ends_the_run(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.reloading.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("trl_rollout_corr.trainers.reloading.pack_tied_heads", lambda model: None)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         make(tied=True).train()
 
@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_be_read_is_told_once(make, monkeypatch, caplog):
     def fails(*args):
         raise AttributeError("another release of vLLM")
 
-    monkeypatch.setattr("trl_rollout_corr.arrival.pushes.read", fails)
+    monkeypatch.setattr("trl_rollout_corr.tools.arrival.push_checks.read", fails)
     with losing("everything"), saying(caplog, "^From here on.*not compared.*AttributeError: another release of vLLM"):
         make().train()
 

@@ -28,8 +28,8 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionMonitor
-from trl_rollout_corr.dumps.files import files_of
-from trl_rollout_corr.health.rule import ALARMS
+from trl_rollout_corr.tools.dump.folder import files_of
+from trl_rollout_corr.tools.monitor.rule import ALARMS
 
 
 @pytest.fixture

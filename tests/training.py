@@ -24,7 +24,7 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
 from trl_rollout_corr.door import tool
-from trl_rollout_corr.reloading import push
+from trl_rollout_corr.trainers.reloading import push
 
 
 # Accelerate reads the metadata of packages at every forward pass, which takes a fifth of the time that a tiny model trains

@@ -8,9 +8,9 @@ from .messages import __version__ as __version__
 if TYPE_CHECKING:
     from .asynchronous.trainer import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .correction.compute import compute_rollout_correction
-    from .health.examine import examine
-    from .recording.monitor import RolloutCorrectionMonitor
     from .settings.config import RolloutCorrectionConfig
+    from .tools.monitor.callback import RolloutCorrectionMonitor
+    from .tools.monitor.examine import examine
     from .trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
@@ -22,9 +22,9 @@ _MODULES = {
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
     "RolloutCorrectedRLOOConfig": "trainers.rloo",
     "RolloutCorrectedRLOOTrainer": "trainers.rloo",
-    "RolloutCorrectionMonitor": "recording.monitor",
+    "RolloutCorrectionMonitor": "tools.monitor.callback",
     "compute_rollout_correction": "correction.compute",
-    "examine": "health.examine",
+    "examine": "tools.monitor.examine",
 }
 
 __all__ = [

@@ -232,7 +232,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _convert(args: argparse.Namespace) -> str:
-    from .settings.files import convert
+    from .tools.translation.setting_files import convert
 
     arguments = [*args.options, *args.arguments]  # options before the first argument are not among the arguments
     args.file = arguments[0] if len(arguments) == 1 else "convert"
@@ -246,19 +246,19 @@ def _positive(text: str) -> int:
 
 
 def _report(args: argparse.Namespace) -> str:
-    from .analysis.report.command import follow_report, write_report
+    from .tools.report.report import follow_report, write_report
 
     return (follow_report if args.follow else write_report)(args.source, args.output)
 
 
 def _compare(args: argparse.Namespace) -> str:
-    from .analysis.compare import compare
+    from .tools.analysis.compare import compare
 
     return compare(args.dump, args.config, as_json=args.json)
 
 
 def _diagnose(args: argparse.Namespace) -> str:
-    from .diagnosis import diagnose_dump
+    from .tools.diagnosis import diagnose_dump
 
     text, healthy = diagnose_dump(args.dump, as_json=args.json)
     args.code = 0 if healthy else 1
@@ -266,7 +266,7 @@ def _diagnose(args: argparse.Namespace) -> str:
 
 
 def _probe(args: argparse.Namespace) -> str:
-    from .probe.command import probe
+    from .tools.probe.probe import probe
 
     run = {
         name: getattr(args, name)
@@ -278,20 +278,20 @@ def _probe(args: argparse.Namespace) -> str:
 
 
 def _recipes(args: argparse.Namespace) -> str:
-    from .settings.recipes import write_recipes
+    from .tools.recipes import write_recipes
 
     return write_recipes(args.folder)
 
 
 def _docs(args: argparse.Namespace) -> str:
-    from .settings.documents import document
+    from .tools.documents import document
 
     args.name = " ".join(args.name)
     return document(args.name or None)
 
 
 def _check(args: argparse.Namespace) -> str:
-    from .check import check_file, check_installation
+    from .tools.check import check_file, check_installation
 
     if args.file is None and args.trainer is not None:
         raise SelfContainedError(f"--trainer {args.trainer} has an effect only with a file")

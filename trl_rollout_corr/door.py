@@ -11,14 +11,16 @@ from typing import Any
 # Callbacks of a trainer by the field that asks for them, in the order in which they see a batch: all are a
 # `~trl_rollout_corr.trainers.watcher.Watcher`
 WATCHERS = {
-    "rollout_monitor": "recording.monitor:RolloutCorrectionMonitor",
-    "rollout_diagnose": "recording.first_step:FirstStepDiagnosis",
-    "rollout_dump_dir": "recording.dumping:SequenceDump",
+    "rollout_monitor": "tools.monitor.callback:RolloutCorrectionMonitor",
+    "rollout_diagnose": "tools.diagnosis.first_step:FirstStepDiagnosis",
+    "rollout_dump_dir": "tools.dump.writing:SequenceDump",
 }
 OTHERS = {
-    "bounds of the monitor": "health.examine:parse_bounds",
-    "checks of pushes": "arrival.pushes:PushChecks",
-    "replays": "trainers.replays:replays_of",
+    "bounds of the monitor": "tools.monitor.examine:parse_bounds",
+    "checks of pushes": "tools.arrival.push_checks:PushChecks",
+    "pushes of adapters": "tools.arrival.adapters:leaving_base_alone",
+    "quantised engine": "tools.quantised_engine:build_quantised",
+    "replays": "tools.replay.choices:replays_of",
 }
 
 

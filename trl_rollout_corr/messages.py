@@ -1,16 +1,12 @@
-"""Messages to the user: errors, warnings, messages about a run, numbers and settings as text, and files."""
+"""Messages to the user: errors, warnings, and messages about a run."""
 
 import difflib
 import logging
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from pathlib import Path
-from typing import IO, Any
-
-import yaml
+from typing import Any
 
 
 __version__ = "0.1.0"
@@ -89,60 +85,7 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-# Numbers and settings as text -----------------------------------------------------------------------------------------
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number in a sentence: a few digits, and powers of ten only where zeros would have to be counted."""
-    if value is None:
-        return ""
-    if math.isnan(value):
-        return "NaN"
-    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e5):
-        return f"{int(value)}"
-    if math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{mantissa}e{int(exponent)}"
-    return f"{value:.{digits}g}"
-
-
-def percent(share: float | None) -> str:
-    """A share in percent."""
-    return "" if share is None else f"{number(100 * share)} %"
-
-
-def three_decimals(value: float | None) -> str:
-    """A number in a column of shares and ratios."""
-    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
-
-
-def steps(first: int, last: int) -> str:
-    """One optimizer step, or a range of them, as text."""
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def yaml_lines(fields: Mapping[str, object]) -> str:
-    """Fields as YAML, one a line."""
-    return "".join(f"{key}: {_in_one_line(value)}\n" for key, value in fields.items())
-
-
-def _in_one_line(value: object) -> str:
-    return str(yaml.safe_dump([value], default_flow_style=True, width=1000)).strip()[1:-1]
-
-
-# Files ------------------------------------------------------------------------------------------------------------------
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that appears under its name only when it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+# Values -----------------------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_rollout_corr.health.rules import BOUNDS
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
 
 
 ARCHIVE = Path(__file__).parent / "runs.jsonl.xz"

@@ -13,7 +13,7 @@ import torch
 
 from trl_rollout_corr.correction.compute import RolloutCorrection
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 # Factor of each token, from the log-ratio, the log-probabilities of the trainer, and where the advantage is positive; the

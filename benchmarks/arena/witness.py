@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trl_rollout_corr.recording.keys import ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 class ForceWitness:

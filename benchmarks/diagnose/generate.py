@@ -46,7 +46,7 @@ from sampling import (
     write,
 )
 
-from trl_rollout_corr.diagnosis.evidence import FLOOR
+from trl_rollout_corr.tools.diagnosis.evidence import FLOOR
 
 
 __all__ = ["Maker", "Sample", "requests"]

@@ -21,9 +21,9 @@ import numpy as np
 from faults import FAULTS
 from tables import grid
 
-from trl_rollout_corr.diagnosis import Diagnosis, diagnose, read_tokens
-from trl_rollout_corr.diagnosis.ranking import DIFFUSE, STAGES
-from trl_rollout_corr.diagnosis.text import sure
+from trl_rollout_corr.tools.diagnosis import Diagnosis, diagnose, read_tokens
+from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, STAGES
+from trl_rollout_corr.tools.diagnosis.text import sure
 
 
 HERE = Path(__file__).parent

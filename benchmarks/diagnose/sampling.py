@@ -9,7 +9,7 @@ import faults
 import torch
 from policies import EOS, VOCABULARY
 
-from trl_rollout_corr.dumps import files as dump
+from trl_rollout_corr.tools.dump import folder as dump
 
 
 STEPS, ROWS, AGAIN = 8, 8, 12  # optimizer steps, sequences of each, and how many of all are scored a second time

@@ -6,7 +6,7 @@ import torch
 from policies import Problem, mean_gradient, mean_square, probabilities, true_gradient
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.analysis.recompute import policy_factor
+from trl_rollout_corr.tools.analysis.recompute import policy_factor
 
 
 BATCH = 256  # completions of a batch, whose noise is part of the error

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..recording.keys import REWARDS, ROLLOUT_STEP
 from ..trainers.completions import sampled_logps
+from ..trainers.keys import REWARDS, ROLLOUT_STEP
 from .trl_parts import RolloutSample, TreeRow
 
 

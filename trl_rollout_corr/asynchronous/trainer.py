@@ -17,20 +17,20 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from ..arrival.server import check_patterns, served_adapter
-from ..recording.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from ..recording.observer import CorrectedBatch
-from ..recording.run_metadata import check_types, engine_metadata
 from ..settings.config import RolloutCorrectionConfig
+from ..tools.arrival.server import check_patterns, served_adapter
 from ..trainers.batches import TAGS, CorrectsBatches
-from ..trainers.logprobs import check_server_logprobs, read_configuration
+from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from ..trainers.metadata import check_types, engine_metadata
+from ..trainers.observer import CorrectedBatch
 from ..trainers.trl_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
+from ..trainers.vllm_engine import check_server_logprobs, read_configuration
 from .contract import METHODS
 from .packing import Terms
 from .placeholders import CorrectedPolicy, Placeholder
-from .pushes import PushesToServer
 from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
+from .server_pushes import PushesToServer
 from .stopping import drain_at_stop
 from .trl_parts import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker
 

@@ -2,7 +2,7 @@
 
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
-from ..arrival.server import check_patterns, served_adapter
+from ..tools.arrival.server import check_patterns, served_adapter
 from ..trainers.batches import TAGS
 from ..trainers.grpo import RolloutCorrectedGRPOTrainer
 

@@ -1,7 +1,7 @@
 """
 TRL's own correction, translated to fields of [`RolloutCorrectionConfig`]: the settings that `rollout_correction: trl` keeps.
 
-Settings of verl are translated by [`~trl_rollout_corr.settings.migrate`].
+Settings of verl are translated by [`~trl_rollout_corr.tools.translation.verl`].
 """
 
 import re

@@ -18,12 +18,12 @@ from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
 from ..door import WATCHERS, tool
 from ..messages import SettingWarning, __version__, plain
-from ..recording.keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
-from ..recording.observer import CorrectedBatch, Moment, Observer
-from ..recording.run_metadata import check_dropout, check_types, engine_metadata, trainer_metadata
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import FIELDS
 from ..settings.resolve import Settings
+from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
+from .metadata import check_dropout, check_types, engine_metadata, trainer_metadata
+from .observer import CorrectedBatch, Moment, Observer
 from .trl_interface import check_config_class
 from .watcher import Watcher, watchers_among
 

@@ -31,7 +31,7 @@ training goes like this:
 A push of weights to a server, which comes at the beginning of step 2, may score a batch of the past again: that is a
 [`Rescoring`] too.
 
-Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replays.Replays`]) ask the pass for the choices that belong to
+Replays of the sampler's choices ([`~trl_rollout_corr.tools.replay.choices.Replays`]) ask the pass for the choices that belong to
 its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
@@ -44,9 +44,9 @@ import torch
 
 from ..correction.compute import keep_mask
 from ..correction.sums import Sums
-from ..recording.keys import OLD_LOGPS
 from ..settings.resolve import Settings
 from .gradient_check import GradientCheck
+from .keys import OLD_LOGPS
 
 
 Forward = Callable[..., tuple]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from ..recording.keys import OLD_LOGPS
 from ..settings.config import RolloutCorrectionConfig
 from .batches import TAGS
 from .completions import checking, read_logprobs
 from .forward_pass import Generation
+from .keys import OLD_LOGPS
 from .mixin import RolloutCorrectionMixin
 from .trl_checks import CHECKS, check_loss_type
 from .trl_interface import with_parameters_of

@@ -22,7 +22,13 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..door import tool
-from ..recording.keys import (
+from ..settings.config import RolloutCorrectionConfig
+from .batches import CorrectsBatches
+from .completions import read_logprobs
+from .engine_arguments import engine_arguments
+from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
+from .gradient_check import GradientCheck, not_in_loss
+from .keys import (
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
     FIRST_LOGPS,
@@ -33,18 +39,12 @@ from ..recording.keys import (
     TURN_IDS,
     VISITED,
 )
-from ..settings.config import RolloutCorrectionConfig
-from .batches import CorrectsBatches
-from .completions import read_logprobs
-from .engine import engine_arguments
-from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
-from .gradient_check import GradientCheck, not_in_loss
-from .logprobs import IMAGES, check_server_logprobs, read_configuration, warn_about_images, watch_sampler
 from .pushes import PushesToVLLM
 from .replay import Replay
 from .scoring import score_alone, sequences_of
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_weights, without_trl_correction
+from .vllm_engine import IMAGES, check_server_logprobs, read_configuration, warn_about_images, watch_sampler
 
 
 class RolloutCorrectionMixin(CorrectsBatches):
@@ -124,7 +124,10 @@ class RolloutCorrectionMixin(CorrectsBatches):
             )
 
     def keep_routes(self, tokens: Sequence[int], experts: Any) -> None:
-        """Take the routes of a sequence of a `rollout_func`: [`~trl_rollout_corr.replay.sampled_experts.SampledRoutes`]."""
+        """
+        Take the routes of a sequence of a `rollout_func`:
+        [`~trl_rollout_corr.tools.replay.sampled_experts.SampledRoutes`].
+        """
         if self._replays.experts is None:
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
         self._replays.experts.sampled.keep(tokens, experts)

@@ -2,7 +2,7 @@
 Pushes of weights from a trainer to its sampler: one object replaces TRL's `sync_weights` once.
 
 It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as it is, and lets the checks of pushes
-([`~trl_rollout_corr.arrival.pushes.PushChecks`]) see the push, unless `rollout_monitor` is null.
+([`~trl_rollout_corr.tools.arrival.push_checks.PushChecks`]) see the push, unless `rollout_monitor` is null.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +16,8 @@ from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..door import tool
-from ..recording.run_metadata import engine_metadata, quantises
-from ..reloading import push
-from .adapters import leaving_base_alone
+from .metadata import engine_metadata, quantises
+from .reloading import push
 
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -136,8 +135,10 @@ class Pushes:
 
     def leaving_base_alone(self, model: Any) -> Any:
         """Context in which a push of an adapter changes no weight of its base."""
+        if not hasattr(model, "merge_adapter"):
+            return nullcontext()
         plugin = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
+        return tool("pushes of adapters")(model, getattr(plugin, "fsdp_version", None))
 
     def noting(self, weights: Weights) -> Weights:
         """Weights on their way to the sampler, which the checks see."""

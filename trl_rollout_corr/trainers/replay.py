@@ -1,5 +1,5 @@
 """
-Where a trainer makes choices of the sampler again: the seam for `rollout_routing` and `rollout_support`.
+The seam where a trainer makes choices of the sampler again: for `rollout_routing` and `rollout_support`.
 
 `B` sequences of `S` tokens with padding, `T` of them of the completion.
 """
@@ -13,7 +13,7 @@ from .forward_pass import ForwardPass
 
 
 class Replay:
-    """A trainer that makes no choice of the sampler again. [`~trl_rollout_corr.trainers.replays.Replays`] does."""
+    """A trainer that makes no choice of the sampler again. [`~trl_rollout_corr.tools.replay.choices.Replays`] does."""
 
     experts: Any = None
     kept_tokens: Any = None

@@ -9,11 +9,11 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from ..correction.functional import LOG_RATIO_BOUND
-from ..recording.observer import CorrectedBatch
 from ..settings.config import RolloutCorrectionConfig
 from .batches import TAGS
 from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
+from .observer import CorrectedBatch
 from .trl_checks import CHECKS
 from .trl_interface import with_parameters_of
 

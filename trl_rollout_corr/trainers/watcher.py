@@ -1,12 +1,12 @@
-"""What a trainer knows of the tools that observe it: a monitor, a diagnosis, a dump."""
+"""The tools that observe a trainer, as the trainer knows them: a monitor, a diagnosis, a dump."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 from transformers import TrainerCallback
 
-from ..recording.observer import CorrectedBatch, Moment
 from ..settings.resolve import Settings
+from .observer import CorrectedBatch, Moment
 
 
 class Watcher(TrainerCallback):

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from trl_rollout_corr.dumps.files import files_of, write_rows
+from trl_rollout_corr.tools.dump.folder import files_of, write_rows
 
 from . import models, rows
 from .fault import Fault

@@ -1,0 +1,230 @@
+"""`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. No TRL here."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...messages import warn
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.presets import DEFAULT, PRESETS
+from ..diagnosis import iterations_of
+from ..dump.reading import open_dump
+from ..monitor.bands import HEALTHY, NEGLIGIBLE
+from ..monitor.examine import examine
+from ..monitor.texts import ADVISED
+from ..text import number, three_decimals, yaml_lines
+from ..translation.setting_files import config_of_run, read_config
+from .recommend import Advice, first_alarm, recommend
+from .recompute import Batch, Effect, batch_of, recompute
+from .run import clip_range, log_of_dump
+from .spread import Spread, spread_of, suggest_bounds
+
+
+_THIS_RUN, _FITTED = "this run", "bounds that fit"
+_REFERENCE = "disabled"
+# By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
+_REJECTING: dict[str, str] = {
+    "decoupled": "decoupled_geo_rs_token_tis",
+    "ppo_clip": "bypass_ppo_clip_geo_rs",
+    "reinforce": "bypass_pg_geo_rs_token_tis",
+}
+
+
+# Below the table
+_EXPLAINED = (
+    "ESS: effective sample size of the weights, a share of the tokens; 1 if all weights are equal, - without weights.",
+    "cosine: of the angle between the gradient with and without the correction; 1 if it points the same way.",
+    "norm: length of the gradient with the correction, divided by its length without; below 1 is a smaller step.",
+)
+
+
+class Comparison(NamedTuple):
+    """The numbers and sentences that are printed."""
+
+    batch: Batch  # the sequences
+    config: RolloutCorrectionConfig  # of the run
+    effects: list[
+        tuple[str, RolloutCorrectionConfig, Effect]
+    ]  # of each setting: its name in the table, and its fields
+    left_out: int  # presets without a row
+    spread: Spread  # of the log-ratio
+    notes: list[str]  # about the sequences and the run
+    best: Advice  # the settings to try first
+    row: str  # of the table, which has them
+    fitted: Mapping[str, object] | None  # settings with bounds that fit, as an alternative
+
+
+def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
+    """
+    Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the text to
+    print. No bounds are made if there was an alarm about the policies. JSON has every preset.
+    """
+    dump = open_dump(path)
+    for damage in dump.damage:
+        warn(f"{path}: {damage}.")
+    sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
+    if not sequences.sampled.any():
+        raise ValueError(
+            "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
+            "`rollout_dump_sampled` to 1 or more, and train again"
+        )
+    findings = examine(log_of_dump(dump.path), config.settings, num_iterations=iterations_of(dump.settings))
+    notes = []
+    if alarm := first_alarm(findings):
+        notes.append(
+            f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). For the bounds of a "
+            "healthy step, name its file (step-*.parquet)."
+        )
+    batch = batch_of(sequences, sequences.sampled)
+    spread = spread_of(batch)
+    best = recommend(config.settings, findings, spread.s)
+    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, config)
+    settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {})}
+    presets = {name: RolloutCorrectionConfig(rollout_correction=name) for name in (_REFERENCE, *PRESETS)}
+    chosen = presets if as_json else {name: presets[name] for name in _main_presets(config, presets)}
+    settings |= chosen
+    settings |= {file: read_config(file) for file in files}
+    effects = _effects(batch, settings, clip_range(dump.settings), notes)
+    row = str(best.settings.get("rollout_correction", _THIS_RUN))
+    comparison = Comparison(batch, config, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
+    return _as_json(comparison) if as_json else _as_markdown(comparison)
+
+
+def _fitted(spread: Spread, config: RolloutCorrectionConfig) -> dict[str, Any] | None:
+    """Settings whose bounds fit the spread; `None` if the policies have almost nothing in common."""
+    lower, upper = suggest_bounds(spread)
+    bounds = {"rollout_rs_threshold": [lower, upper]}
+    return {"rollout_correction": _REJECTING[config.settings.mode], **bounds} if lower else None
+
+
+def _effects(
+    batch: Batch, settings: dict[str, RolloutCorrectionConfig], clip: tuple[float, float], notes: list[str]
+) -> list[tuple[str, RolloutCorrectionConfig, Effect]]:
+    """The effect of each setting."""
+    effects = []
+    broken = int(batch.tokens(RolloutCorrectionConfig()).broken.sum())
+    if broken:
+        notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
+    for name, config in settings.items():
+        effect = Effect()
+        if broken and config.settings.rollout_nan_policy == "raise":
+            notes.append(f"{name}: `rollout_nan_policy: raise` ends the run at these sequences.")
+        else:
+            effect = recompute(batch, config, clip=clip, as_dumped=name == _THIS_RUN)
+        effects.append((name, config, effect))
+    if settings[_THIS_RUN].settings.rollout_metrics_only:
+        notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
+    if not batch.advantages.any():
+        notes.append("Every advantage is 0, so there is no gradient to compare.")
+    return effects
+
+
+def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, RolloutCorrectionConfig]) -> list[str]:
+    """
+    The presets that matter for a run: its own, the reference, the default, the one that is advised in each mode, the one whose
+    bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
+    """
+    mode = config.settings.mode
+    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(config.settings.rollout_correction)}
+    return [
+        name
+        for name, preset in presets.items()
+        if name in named
+        or (
+            preset.settings.mode == mode
+            and (mode != "decoupled" or (preset.settings.bounding is None) != (not preset.settings.criteria))
+        )
+    ]
+
+
+# Output ------------------------------------------------------------------------------------------------------------------
+
+
+def _as_markdown(c: Comparison) -> str:
+    bypasses = c.config.settings.bypasses
+    mode = f"bypass, {c.config.settings.mode}" if bypasses else "decoupled"
+    policy = "current" if bypasses else "old"
+    s = c.spread.s
+    half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
+    left_out = (
+        [f"{c.left_out} other presets, in other modes or with both weights and rejection: --json."]
+        if c.left_out
+        else []
+    )
+    header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
+    rows = [[_marked(name, c.row), *map(three_decimals, effect)] for name, _, effect in c.effects]
+    lines = [
+        f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
+        f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
+        *c.notes,
+        "",
+        *_table(header, rows),
+        "",
+        *_EXPLAINED,
+        *left_out,
+        "",
+        f"Spread s = {s:.4g}. Mean length {number(c.spread.lengths.mean().item())} tokens.",
+        f"Sequence weights keep half of their ESS up to {half}.",
+    ]
+    lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
+    if c.best.settings:
+        lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
+    if c.fitted:
+        text = f"{_FITTED.capitalize()} these tokens keep nearly all completions, and reject outliers"
+        far = s**2 / 2 > (HEALTHY["k3_kl"][1] or math.inf)
+        text += ". The policies are far apart: these bounds keep tokens that should be rejected." if far else ":"
+        lines += ["", text, "", "```yaml", f"{yaml_lines(c.fitted)}```"]
+    return "\n".join([*lines, ""])
+
+
+def _marked(row: str, recommended: str) -> str:
+    """The name of a row, marked if it is the reference or recommended."""
+    marks = [mark for mark, name in (("reference", _REFERENCE), ("recommended", recommended)) if name == row]
+    return f"{row} ({', '.join(marks)})" if marks else row
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table whose columns also stand below each other in a terminal."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    first, *others = widths
+    lines = [
+        " | ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])
+        for name, *cells in (header, *rows)
+    ]
+    rule = " | ".join(["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
+
+
+def _as_json(c: Comparison) -> str:
+    document = {
+        "sequences": len(c.batch.mask),
+        "tokens": c.batch.n_tokens,
+        "steps": c.batch.steps,
+        "notes": c.notes,
+        "settings": [
+            {
+                "name": name,
+                "reference": name == _REFERENCE,
+                **effect._asdict(),
+                "fields": dataclasses.asdict(config.settings),
+            }
+            for name, config, effect in c.effects
+        ],
+        "spread": {"s": c.spread.s, "mean_length": c.spread.lengths.mean().item()},
+        "suggestion": c.fitted,
+        "recommendation": {"row": c.row, "why": c.best.reason, "fields": c.best.settings},
+    }
+    return json.dumps(_finite(document), indent=2) + "\n"
+
+
+def _finite(value: object) -> object:
+    """JSON has neither infinity, which our settings take as text, nor NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

@@ -1,0 +1,142 @@
+"""The reader of a run: the log of its trainer, its dumped sequences, or both."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from ...messages import PREFIX, SelfContainedError, warn
+from ...settings.config import RolloutCorrectionConfig
+from ..dump.claims import find_dump
+from ..dump.folder import files_of, read_logs
+from ..dump.reading import Dump, open_dump
+from ..monitor.windows import is_training_window
+from ..translation.setting_files import config_of_run
+
+
+STATE = "trainer_state.json"
+
+
+class Run(NamedTuple):
+    """The files of a run, read."""
+
+    entries: list[dict[str, object]]  # log of training: one for each logging window, with the optimizer step as `step`
+    log: pd.DataFrame  # its numbers: a row per entry, `step` as index, and NaN where a metric was not logged
+    dump: Dump | None
+    config: RolloutCorrectionConfig | None  # from the dump
+    about: Mapping[str, str]  # its model, trainer, correction and date, as far as they are known
+    damage: list[str]  # a sentence about each file or part that could not be read, or is missing
+
+
+def read_run(source: str) -> Run:
+    """Read a run, a dump, or a folder with either or both. Warns about damaged parts; an error begins with the source."""
+    try:
+        run = _read(Path(source))
+    except OSError as error:
+        raise SelfContainedError(f"{source}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise SelfContainedError(f"{source}: {error}") from None
+    for sentence in run.damage:
+        warn(f"{source}: {sentence}.")
+    return run
+
+
+def _read(path: Path) -> Run:
+    if not path.exists():
+        raise ValueError("no such file or folder")
+    states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
+    if path.is_file() and path.suffix != ".json":
+        states, folder = [], path
+    if not states and folder is None:
+        raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a run ({STATE})")
+    dump, config = None, None
+    damage: list[str] = []
+    entries: list[dict[str, Any]] = []
+    about: dict[str, str] = {}
+    if states:
+        entries = _first_readable(states, damage, needed=folder is None)
+    if folder is not None:
+        dump = open_dump(path)
+        config = config_of_run(dump.settings, "the settings in the dump cannot be read")
+        damage += dump.damage
+        if others := [] if folder == path else _other_dumps(path, folder):
+            damage.append(f"it also has the dumps {', '.join(others)}. Name two of them to see both")
+        about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
+        about["correction"] = config.description
+        entries = [*read_logs(folder), *entries]
+    merged = _merge(entries)
+    if not merged and dump is None:
+        raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
+    numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
+    log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
+    return Run(merged, log, dump, config, about, damage)
+
+
+def _other_dumps(folder: Path, chosen: Path) -> list[str]:
+    """Names of the dumps below a folder beside the one that was chosen."""
+    return [
+        f"`{path.name}`" for path in sorted(folder.iterdir()) if path != chosen and path.is_dir() and files_of(path)
+    ]
+
+
+def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Entries of training windows, one for each step. Of two entries for one step, the later one counts, key by key."""
+    merged: dict[int, dict[str, object]] = {}
+    for entry in entries:
+        step = entry.get("step")
+        if isinstance(step, int | float) and is_training_window(entry):
+            merged.setdefault(int(step), {}).update(entry, step=int(step))
+    return [merged[step] for step in sorted(merged)]
+
+
+def log_of_dump(path: Path) -> list[dict[str, object]]:
+    """The log of a dump: entries of training windows, one for each step."""
+    return _merge(read_logs(path))
+
+
+def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Ratios below and above which TRL's PPO clips in the run that wrote a dump."""
+    below = settings.get("epsilon") or 0.2
+    return 1 - below, 1 + (settings.get("epsilon_high") or below)
+
+
+# The state of the trainer -------------------------------------------------------------------------------------------------
+
+
+def _states(folder: Path) -> list[Path]:
+    """The state in a folder, then the states of its checkpoints, the latest first."""
+    checkpoints = sorted(
+        folder.glob(f"checkpoint-*/{STATE}"), key=lambda path: (len(path.parent.name), path), reverse=True
+    )
+    return [path for path in (folder / STATE, *checkpoints) if path.is_file()]
+
+
+def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> list[dict[str, Any]]:
+    """The log of the first state that can be read. If none can, a `ValueError` about the first, where a state is needed."""
+    errors = []
+    for path in paths:
+        try:
+            return _entries(path)
+        except ValueError as error:
+            errors.append(error)
+            damage.append(f"{error}. It is left out")
+    if needed:
+        raise errors[0]
+    return []
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
+    entries = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
+    if not entries:
+        raise ValueError(f"{path.name} holds no log entries yet")
+    if not any(str(key).startswith(PREFIX) for entry in entries for key in entry):
+        raise ValueError(f"{path.name} has no `{PREFIX}` metrics: the run did not use a trainer of this package")
+    return entries

@@ -1,0 +1,56 @@
+"""
+The spread of the log-ratio, and the bounds that fit it.
+
+Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1
+(`docs/method.md`).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ...correction.functional import LOG_RATIO_BOUND
+from ...settings.config import RolloutCorrectionConfig
+from .recompute import Batch
+
+
+# The bounds that fit are not closer to 1 than the narrowest of the presets': below is rounding.
+_NARROWEST = 0.001
+
+
+class Spread(NamedTuple):
+    """Log-ratios of `B` completions that have tokens."""
+
+    lengths: torch.Tensor  # tokens of each, `(B,)`
+    s: float  # root mean square of the log-ratio of a token
+
+
+def spread_of(batch: Batch) -> Spread:
+    """Spread of the log-ratio over tokens with a finite log-probability of both policies; a `ValueError` without any."""
+    tokens = batch.tokens(RolloutCorrectionConfig())
+    if not tokens.lengths.any():
+        raise ValueError("no token of the loss has a finite log-probability under both policies")
+    return measure(tokens.log_ratio, tokens.valid > 0)
+
+
+def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
+    """Spread of log-ratios over the tokens that are valid, at least one; both of shape `(B, T)`."""
+    lengths = valid.sum(1).double()
+    return Spread(lengths[lengths > 0], log_ratio[valid].double().square().mean().sqrt().item())
+
+
+def suggest_bounds(spread: Spread) -> tuple[float, float]:
+    """
+    Bounds of `seq_mean_k1` that keep at least 95 percent of completions of the mean length `T`, by the model.
+
+    They lie two standard deviations `s / sqrt(T)` of the mean log-ratio around 1, with the lower one moved out by the drift
+    `s^2 / 2`. They are rounded outwards.
+    """
+    drift = spread.s**2 / 2
+    width = max(2 * spread.s / spread.lengths.mean().sqrt().item(), _NARROWEST)
+    digits = max(1 - math.floor(math.log10(width)), 1)  # two of the width, however narrow
+    unit = 10.0**digits
+    lower = math.floor(math.exp(-drift - width) * unit) / unit
+    upper = math.ceil(math.exp(min(width, LOG_RATIO_BOUND)) * unit) / unit
+    return round(lower, digits), round(upper, digits)

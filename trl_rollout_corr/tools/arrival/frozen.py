@@ -1,0 +1,91 @@
+"""Check that a push of weights leaves the frozen weights of the trainer as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...messages import capitalized, notify
+from .fingerprints import QUANTISED, READABLE, fingerprint
+
+
+MOST = 8  # weights of which fingerprints are taken
+SEE = "See `trl-rollout-corr docs debugging#frozen-weights-change`."
+
+
+class FrozenCheck:
+    """
+    Compares fingerprints of some frozen weights before and after each push.
+
+    Training does not change them, and a push should not. TRL merges an adapter into them and takes it away again, which
+    rounds twice: in bfloat16 the base drifts, and a quantised base is quantised again from what is left. Sampler and trainer
+    share the drift, so that no gap between them shows it.
+
+    A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`] raises an error at the next
+    push.
+    `model` is the trainer's, not wrapped; `on_any_rank` tells all ranks whether something is true on one of them.
+    """
+
+    def __init__(self, model: torch.nn.Module, on_any_rank: Callable[[bool], bool]) -> None:
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        # first weights under an adapter, which a merge changes
+        under = {name: p for name, p in frozen.items() if ".base_layer." in name} or frozen
+        names = [*under]
+        self._chosen = {name: under[name] for name in names[:: max(1, len(names) // MOST)][:MOST]}
+        self._on_any_rank = on_any_rank
+        self._quantised = any(p.dtype in QUANTISED or hasattr(p, "quant_state") for p in self._chosen.values())
+        self._before: dict[str, torch.Tensor] = {}
+        self.changed: list[str] = []
+        self._ended = ""
+
+    def before(self) -> None:
+        """Take fingerprints before a push. A `RuntimeError` if the push before has changed a quantised base."""
+        if self._ended:
+            raise RuntimeError(self._ended)
+        self._before = {} if self.changed else self._read()
+
+    def after(self, step: int) -> None:
+        """Report frozen weights that a push, after optimizer step `step`, has changed."""
+        if self.changed or not self._chosen:
+            return
+        now = self._read()
+        same = [torch.equal(now[name], x) for name, x in self._before.items() if name in now]
+        names = [name for name, equal in zip(self._before, same, strict=False) if not equal]
+        if not self._on_any_rank(bool(names)):
+            return
+        self.changed = names or ["weights of another rank"]
+        listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+        what = (
+            f"the push after optimizer step {step} has changed {len(names)} of {len(self._chosen)} frozen weights of the "
+            f"trainer that were compared ({listed})"
+        )
+        if self._quantised:
+            self._ended = (
+                f"{capitalized(what)}. The base is quantised, and the adapter was merged into it and taken away again, which "
+                "quantises it twice: each push makes the model worse. Load the model without `quantization_config`, or train "
+                f"with `RolloutCorrectedAsyncGRPOTrainer` and a server that loads the adapter itself. {SEE}"
+            )
+            notify(self._ended, error=True)
+            return
+        notify(
+            f"Perhaps something else writes to them, such as a callback or an offloaded model. Otherwise {what}, because an "
+            "adapter that is merged and taken away again leaves the rounding of two additions behind. Sampler and trainer "
+            "share the drift, but the saved adapter will be loaded on the unchanged base. Load the model in float32, or push "
+            f"less often. {SEE}"
+        )
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        """Fingerprints of the chosen weights, or of the parts that this rank has."""
+        return {
+            name: fingerprint(part)
+            for name, p in self._chosen.items()
+            if (part := _own_part(p)).numel() and part.dtype in READABLE | QUANTISED
+        }
+
+
+def _own_part(parameter: Any) -> torch.Tensor:
+    """The part of a parameter that this rank holds, with FSDP, ZeRO or without either."""
+    if hasattr(parameter, "to_local"):
+        parameter = parameter.to_local()
+    part: torch.Tensor = getattr(parameter, "ds_tensor", parameter)
+    return part.detach()

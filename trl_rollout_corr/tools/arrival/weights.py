@@ -1,0 +1,221 @@
+"""
+Check that pushed weights arrive in the sampler, by reading them there.
+
+A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its first weights, or a part of
+them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ...messages import notify
+from .fingerprints import READABLE, fingerprint, some_columns
+
+
+NEAR = 10  # pushes, within which a second failure ends the run, and after which quantised weights that stand still are told
+SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
+STILL = 5  # pushes of equal weights in a row, after which there is a warning
+
+
+class Push(NamedTuple):
+    """Fingerprints after one push of weights."""
+
+    sent: dict[str, int]  # of each weight that was sent, in the type of the sampler
+    as_sent: dict[str, int]  # in its own type
+    held: dict[str, list]  # of each tensor of the sampler
+    trained: int  # of all parameters that train
+
+
+class WeightCheck:
+    """
+    Compares what was sent to the sampler with what the sampler holds, after each push.
+
+    If a weight is sent with another value than at the push before, rounded to the sampler's type, then the tensor that holds
+    it in the sampler must change as well. If not a single bit of the tensor has changed, the weight did not arrive. Neither
+    options of sampling nor precision can explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an
+    error.
+
+    Of a tensor that the sampler quantises, an update smaller than a step of its grid changes no bit. So such a tensor is never
+    called a failed push; [`WeightCheck.unmoved`] has the share of those that stood still.
+
+    `read` returns what the sampler holds, and where it puts the weights of some names
+    ([`~trl_rollout_corr.tools.arrival.fingerprints.read`]); `None` if the sampler cannot be read. `model` is the trainer's,
+    not wrapped. `dtype` returns the type of the sampler's weights, which may be known only after a while.
+    """
+
+    def __init__(self, read: Callable[[list[str]], dict | None], model: Any, dtype: Callable[[], str]) -> None:
+        self.read, self.model = read, model
+        self.dtype = dtype
+        self.done = False
+        self._sent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._before: Push | None = None
+        self._pushes = 0
+        self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
+        self._still = self._all_unmoved = 0
+        self._told_unread = self._told_unreadable = False
+        self._packed: list[str] = []  # weights of the latest push in a type of which no fingerprint is taken
+        # Share of the quantised tensors that stood still at the last push; `None` if unknown
+        self.unmoved: float | None = None
+
+    def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take fingerprints of the weights of a push, on their way to the sampler."""
+        if self.done:
+            yield from weights
+            return
+        self._sent, self._packed, self._type = {}, [], getattr(torch, self.dtype(), torch.bfloat16)
+        for name, weight in weights:
+            self._note(name, weight)
+            yield name, weight
+
+    def _note(self, name: str, weight: torch.Tensor) -> None:
+        if weight.dtype not in READABLE:
+            self._packed.append(name)
+        if weight.dtype not in READABLE or not weight.numel():
+            return
+        columns = some_columns(weight.detach())
+        # in the type of the sampler, as rounding may remove a change there
+        self._sent[name] = fingerprint(columns.to(self._type)), fingerprint(columns)
+
+    def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
+        """
+        Raise an error if weights did not arrive for the second time, after optimizer step `step`.
+
+        `announced` is true if the run has announced that the sampler gets older weights than the trainer's. `doubt` is a
+        reason why the weights of the sampler may not matter. The error is then a warning.
+        """
+        before, now = self._before, self._push()
+        self.unmoved = None
+        if now is None:
+            return
+        self._before = now
+        self._pushes += 1
+        if before is None or announced:
+            self._failed, self._still = None, 0
+            return
+        self._judge_trainer(before, now, step)
+        self._judge_quantised(before, now, step)
+        missing = self._missing(before, now)
+        if not missing:
+            return
+        again = self._failed is not None and self._pushes - self._failed <= NEAR
+        self._failed = self._pushes
+        if again:
+            self._tell(missing, step, doubt)
+
+    def _push(self) -> Push | None:
+        """Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read."""
+        if self.done or not self._sent:
+            return None
+        sent, as_sent = (
+            dict(zip(self._sent, torch.stack(column).tolist(), strict=True))
+            for column in zip(*self._sent.values(), strict=True)
+        )
+        self._sent = {}
+        weights = self._read(list(sent))
+        self._places = {} if weights is None else weights["places"]
+        self._quantised = set() if weights is None else {*weights.get("quantised", ())}
+        return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
+
+    def _read(self, names: list[str]) -> dict | None:
+        """Weights that the sampler holds; `None` if it cannot be read, which is told once."""
+        try:
+            weights = self.read(names)
+        except Exception as error:  # whatever a release of vLLM does, a run must not end here
+            if not self._told_unread:
+                self._told_unread = True
+                notify(
+                    "From here on, pushed weights are not compared with those that vLLM holds, unless a later push can read "
+                    f"them: reading failed with {type(error).__name__}: {error}. {SEE}"
+                )
+            return None
+        unreadable = [*self._packed, *([] if weights is None else weights.get("unreadable", ()))]
+        if unreadable and not self._told_unreadable:
+            self._told_unreadable = True
+            listed = ", ".join(f"`{name}`" for name in unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
+            notify(
+                f"{len(unreadable)} of the {len(names) + len(self._packed)} weights that are pushed are not compared with "
+                f"those that vLLM holds, because they are stored in a form that cannot be read ({listed}). {SEE}"
+            )
+        return weights
+
+    def trained(self) -> int:
+        """Fingerprint of the parameters that train, or of the part that this rank has."""
+        parts = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters() if p.requires_grad]
+        fingerprints = [fingerprint(some_columns(p.detach())) for p in parts if p.numel() and p.dtype in READABLE]
+        return int(torch.stack(fingerprints).sum()) if fingerprints else 0
+
+    def _missing(self, before: Push, now: Push) -> list[str]:
+        """Weights that were sent with another value than before, while all tensors that hold them stayed the same."""
+        changed = [name for name, x in now.sent.items() if before.sent.get(name, x) != x]
+        missing = []
+        for name in changed:
+            place = self._places.get(name)
+            if self._quantised and (place == [""] or not self._quantised.isdisjoint(place or [])):
+                continue
+            if place == [""]:  # the whole model, which other weights change as well
+                if 2 * len(changed) > len(now.sent) and now.held and now.held == before.held:
+                    missing.append(name)
+            elif place and all(_stayed(before.held.get(x), now.held[x]) for x in place):
+                missing.append(name)
+        return missing
+
+    def _judge_quantised(self, before: Push, now: Push, step: int) -> None:
+        """Count the quantised tensors that stood still although weights in them were sent with another value than before."""
+        changed = {
+            place
+            for name in now.sent
+            if before.sent.get(name) != now.sent[name]
+            for place in self._places.get(name, [])
+        }
+        tensors = changed & self._quantised
+        if not tensors:
+            return
+
+        def still(tensor: str) -> bool:  # and its scales
+            return all(
+                before.held.get(x) == now.held[x] for x in now.held if x == tensor or x.startswith(f"{tensor}_scale")
+            )
+
+        self.unmoved = sum(map(still, tensors)) / len(tensors)
+        self._all_unmoved = self._all_unmoved + 1 if self.unmoved == 1 else 0
+        if self._all_unmoved == NEAR:
+            notify(
+                "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a very small "
+                "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has "
+                f"changed at the last {NEAR} pushes until optimizer step {step}. {SEE}"
+            )
+
+    def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
+        """Warn if the trainer's parameters change, and what is sent does not."""
+        if now.as_sent != before.as_sent:
+            self._still = 0
+        elif now.trained != before.trained:
+            self._still += 1
+        if self._still == STILL:
+            notify(
+                "Merging an adapter into weights of low precision may round its updates away, and a very small learning rate "
+                "may have no effect. If neither is the case, the wrong weights are sent to the sampler: the last "
+                f"{STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of the trainer "
+                f"have changed. {SEE}"
+            )
+
+    def _tell(self, missing: list[str], step: int, doubt: str) -> None:
+        listed = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        message = (
+            f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one after "
+            f"optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit for "
+            f"{len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change `vllm_mode`, "
+            "the device or the type of weights; or, if the sampler should have older weights, set `trainer.rollout_step` to "
+            "their optimizer step whenever they are pushed (`trl-rollout-corr docs debugging#weights-do-not-arrive`)."
+        )
+        self.done = True
+        if not doubt:
+            raise RuntimeError(message)
+        notify(f"{doubt} {message}")
+
+
+def _stayed(before: list | None, now: list) -> bool:
+    """True if a tensor, in one of the forms in which a layer keeps it, is the same as before."""
+    return before is not None and any(x == y for x, y in zip(before, now, strict=False))

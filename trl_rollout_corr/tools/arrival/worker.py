@@ -1,0 +1,21 @@
+"""An extension of vLLM's worker. Runs in the process of the engine, which may be a server."""
+
+from typing import Any
+
+from ...trainers.reloading import reload
+from .fingerprints import read
+
+
+class PackingWorker:
+    """
+    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.tools.arrival.worker.PackingWorker`. A server on a
+    CPU needs it, and on any server it lets the trainer check that weights arrive. Its methods are for `/collective_rpc`.
+    """
+
+    def reload_and_pack(self, weights_path: str) -> None:
+        """Load weights from a folder, and pack all of them."""
+        reload(self, weights_path=weights_path)
+
+    def read_weights(self, names: list[str]) -> dict[str, Any]:
+        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.tools.arrival.fingerprints.read`]."""
+        return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker

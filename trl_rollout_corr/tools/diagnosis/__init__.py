@@ -1,0 +1,65 @@
+"""
+The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
+remedy. Arrays of numpy in, no TRL.
+
+`observed` has the tokens. `causes` has one record for each cause; their tests are in `single_tokens`, `drift`,
+`sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...messages import warn
+from ..dump.folder import read_logs
+from ..dump.reading import Dump, open_dump
+from ..monitor.examine import examine
+from ..monitor.windows import is_training_window
+from ..translation.setting_files import settings_of_run
+from .observed import DumpedTokens
+from .ranking import Diagnosis, Finding, diagnose
+from .text import write_json, write_text
+
+
+__all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", "read_tokens"]
+
+
+def read_tokens(path: str | Path) -> DumpedTokens:
+    """Read the tokens of a dump (folder or file), or of a run with one below it. Without one, a `ValueError` of one line."""
+    dump = open_dump(path)
+    for damage in dump.damage:
+        warn(f"{path}: {damage}.")
+    logs = read_logs(dump.path)
+    alarms = examine(logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings))
+    return observe_dump(dump, quiet=any(map(is_training_window, logs)) and not alarms)
+
+
+def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
+    """The tokens of a dump that is read already. `quiet`: no rule of the monitor finds anything in the log of its run."""
+    movement = _movement(read_logs(dump.path), dump.sequences.step)
+    return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet)
+
+
+def iterations_of(settings: Mapping[str, object]) -> int:
+    """TRL's `num_iterations` of the run that wrote a dump: how often it trained on a batch."""
+    number = settings.get("num_iterations")
+    return number if isinstance(number, int) else 1
+
+
+def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
+    """Sum of the learning rates of the steps after the first of the dump; NaN if the log does not have all of them."""
+    first, last = int(steps.min()), int(steps.max())
+    known, total = first, 0.0
+    for entry in sorted((x for x in logs if isinstance(x.get("learning_rate"), float | int)), key=lambda x: x["step"]):
+        until = min(int(entry["step"]), last)  # an entry is of the steps since the one before
+        total += max(until - known, 0) * float(entry["learning_rate"])
+        known = max(known, until)
+    return total if known == last > first else np.nan
+
+
+def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
+    """The diagnosis of a dump as text or as JSON, and whether nothing has to be done."""
+    diagnosis = diagnose(read_tokens(path))
+    return write_json(diagnosis) if as_json else write_text(diagnosis), diagnosis.healthy

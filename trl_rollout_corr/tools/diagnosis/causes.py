@@ -1,0 +1,252 @@
+"""
+The causes that a diagnosis knows, one record each: the test that finds the cause, and the remedy. `docs/debugging.md` has them
+at length.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from ..monitor.texts import ADVISED
+from . import drift, precision, sampling, single_tokens
+from .evidence import Evidence
+from .observed import DumpedTokens
+
+
+class Test(NamedTuple):
+    """A test of the tokens of a dump."""
+
+    look: Callable[[DumpedTokens], Evidence | None]  # `None` where the test cannot be made
+    weak: float  # statistic of the evidence from which the cause is possible
+    strong: float  # and from which it is nearly certain
+
+
+class Cause(NamedTuple):
+    """A cause of the gap between trainer and sampler."""
+
+    title: str  # in a line
+    test: Test  # that finds it
+    remedy: str  # first at the source
+    settings: Mapping[str, object] = {}  # of a trainer, that are the remedy; empty where no setting is
+    otherwise: str = ""  # the remedy for a run that has these settings already
+    # For the gap left after the remedy: any, or one that rejects single tokens; none where it would hide a mistake
+    correction: Literal["", "any", "rejecting"] = ""
+    normal: bool = False  # whether every run has it, so that only a large gap is unhealthy
+    fallback: Test | None = None  # finds it where nothing else explains the gap
+
+
+HIDES = "Do not correct for it: the importance weights would refer to a policy that no token was sampled from."
+_ELSEWHERE = (
+    "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
+    "started with `--generation-config vllm`."
+)
+_SMALLER = (
+    "This is normal, because the layers still round. float16 on both sides makes the gap much smaller (recipe "
+    "grpo/fp16.yaml)."
+)
+_FLOAT32_HEAD = {"hf_overrides": {"head_dtype": "float32"}}
+_FLOAT32_HEADS = {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": _FLOAT32_HEAD}
+
+CAUSES: dict[str, Cause] = {
+    "nan_rows": Cause(
+        "rows of logits that are NaN",
+        Test(single_tokens.nan_rows, 0.0, 0.001),
+        "Stop at the first NaN with `rollout_nan_policy: raise`, and look at the weights of that step. Then look for a failed "
+        "push of weights, an overflow in float16, and faulty kernels of the sampler.",
+        {"rollout_nan_policy": "raise"},
+        "Look at the weights of the step that raised the error, and for a failed push of weights, an overflow in float16, and "
+        "faulty kernels of the sampler.",
+    ),
+    "shift": Cause(
+        "log-probabilities that are one token off",
+        Test(single_tokens.shift, 0.6, 0.85),
+        "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last "
+        f"one. Return one log-probability for each sampled token, in the same order. {HIDES}",
+    ),
+    "not_sampled": Cause(
+        "values that are not log-probabilities of the sampled tokens",
+        Test(single_tokens.not_sampled, 0.3, 0.6),
+        "A `rollout_func` or environment fills in values, or returns those of the likeliest token or of another order. Return "
+        "the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody sampled: a tool's "
+        f"answer, or tokens that a grammar forces. {HIDES}",
+    ),
+    "first_token": Cause(
+        "another first token: BOS twice or missing, or another chat template",
+        Test(single_tokens.first_token, 6.0, 30.0),
+        "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
+        f"and apply the chat template once. {HIDES}",
+    ),
+    "last_token": Cause(
+        "another last token: EOS, a stop string, or a limit",
+        Test(single_tokens.last_token, 6.0, 30.0),
+        "The last token was forced and not sampled, or the sampler stops at tokens that the trainer does not know. Give both "
+        "the same `eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
+        {"mask_truncated_completions": True},
+        "Truncated completions are left out of the loss already, so they are not the cause: give trainer and sampler the same "
+        "`eos_token_id`, and use no stop strings.",
+        correction="any",
+    ),
+    "seams": Cause(
+        "seams between turns: text that was tokenized again",
+        Test(single_tokens.seams, 6.0, 30.0),
+        "Between turns, text was decoded and tokenized again, and the result has other tokens. Keep the sampled token "
+        "ids, and append the token ids of the tool's answer to them.",
+        correction="rejecting",
+    ),
+    "padding": Cause(
+        "attention to padding in the trainer, or positions that count padding",
+        Test(precision.padding, 0.7, 0.9),
+        "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. A batch of one "
+        "does not remove the padding, because TRL pads all completions of a generation before it splits them into batches: "
+        f"`trl-rollout-corr probe MODEL` scores them without padding. {HIDES}",
+    ),
+    "dropout": Cause(
+        "dropout in the trainer",
+        Test(precision.dropout, 0.4, 0.7),
+        "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` for an adapter. Then the trained policy is the one "
+        "that samples.",
+        {"disable_dropout": True},
+        "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
+        correction="any",
+    ),
+    "some_prompts": Cause(
+        "some prompts, and always the same",
+        Test(single_tokens.some_prompts, 0.4, 0.7),
+        "Compare these prompts with the others, token by token, as the sampler and the trainer read them: length, special "
+        "tokens, images, and the adapter that the request names. Score one of their completions with another engine, and "
+        f"leave the prompts out until the cause is found. {HIDES}",
+    ),
+    "stale": Cause(
+        "stale weights: samples of an older policy",
+        Test(drift.stale, 0.4, 0.6),
+        "Sample with newer weights: push them after fewer steps, or make the queue shorter.",
+        correction="any",
+        fallback=Test(drift.old_throughout, 0.9, 0.99),
+    ),
+    "own_updates": Cause(
+        "the policy's own updates",
+        Test(drift.own_updates, 0.4, 0.6),
+        "In bypass mode, the log-ratio of a batch that is trained on several times includes the updates since it was sampled. "
+        "The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode measures sampler "
+        "and updates separately.",
+        {"rollout_correction": ADVISED["decoupled"]},
+    ),
+    "never_pushed": Cause(
+        "weights that are never pushed to the sampler",
+        Test(drift.never_pushed, 0.4, 0.6),
+        "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
+        "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
+        "keep its cache. "
+        f"{HIDES} If vLLM has a coarser type than the trainer, or 8 bits, rounding may swallow small updates, which looks the "
+        "same: then compute in one type, or correct for it.",
+    ),
+    "adapter_missing": Cause(
+        "an adapter that never reaches the server",
+        Test(drift.adapter_missing, 0.4, 0.6),
+        "The curves look like those of staleness, but the sampler still samples from the base model, whatever the announced "
+        "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed "
+        "last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
+        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {HIDES}",
+    ),
+    "standing_still": Cause(
+        "a sampler that changes while the trainer's weights stand still",
+        Test(drift.standing_still, 0.4, 0.6),
+        "Run once more from this checkpoint with `learning_rate: 0`. If the gap grows again, no update is the cause: restart "
+        "the engine, empty its caches, and compare its version and kernels, and look whether completions get longer.",
+        {"learning_rate": 0.0},
+        "The learning rate is 0 already, so that no update is the cause: restart the engine, empty its caches, and compare "
+        "its version and kernels.",
+    ),
+    "lora_merge": Cause(
+        "an adapter that is rounded when it is merged",
+        Test(drift.lora_merge, 0.6, 0.9),
+        "The sampler gets the adapter added to weights in bfloat16, and the trainer adds the output of the adapter. Keep the "
+        "base weights in "
+        "float32, or let vLLM load the adapter by itself. The gap stays as small as rounding.",
+        {"model_init_kwargs": {"dtype": "float32"}},
+        "The sampler rounds: let vLLM load the adapter by itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
+        "float32}`). The gap stays as small as rounding.",
+        correction="any",
+        normal=True,
+    ),
+    "truncation": Cause(
+        "truncated sampling: top-p, top-k or min-p",
+        Test(sampling.truncation, 0.2, 0.4),
+        "The sampler draws from a truncated distribution, and the trainer scores with the whole one. Sample from the whole "
+        "distribution.",
+        {"top_p": 1.0, "top_k": 0, "min_p": None},
+        f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
+        correction="any",
+    ),
+    "penalty": Cause(
+        "a penalty on repeated tokens",
+        Test(sampling.penalty, 0.3, 0.5),
+        "The sampler's log-probabilities include a penalty that the trainer does not know. Remove it, also from "
+        "`generation_kwargs` and the model's `generation_config.json`.",
+        {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
+        f"The penalty is set elsewhere: {_ELSEWHERE}",
+        correction="any",
+    ),
+    "temperature": Cause(
+        "another temperature, or log-probabilities before temperature",
+        Test(sampling.temperature, 0.4, 0.6),
+        "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, and "
+        f"sample with the trainer's `temperature`. {HIDES}",
+        {"temperature": 1.0},
+        "The sampler divides logits by another temperature: look for one in a `rollout_func`, in `generation_kwargs` and in "
+        f"requests to the server. {HIDES}",
+    ),
+    "routing": Cause(
+        "mixture of experts: tokens that are routed to other experts",
+        Test(precision.routing, 60.0, 120.0),
+        "A few tokens have a log-ratio of some nats, and the others almost none. Replay the sampler's experts in the trainer "
+        "(colocate mode). Reject single tokens, not completions: one such token would decide the weight of its completion.",
+        {"rollout_routing": "replay"},
+        "The trainer takes the sampler's experts, so these tokens have another cause. With float32 routers on both sides "
+        "there are fewer of them.",
+        correction="rejecting",
+    ),
+    "kv_cache": Cause(
+        "key-value cache in low precision",
+        Test(precision.kv_cache, 0.15, 0.4),
+        "Keep the key-value cache in the type of the model.",
+        {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
+        "The checkpoint or the server asks for the low precision: name the type of the model, such as `kv_cache_dtype: "
+        "bfloat16`, or start the server with `--kv-cache-dtype bfloat16`.",
+        correction="any",
+    ),
+    "quantised": Cause(
+        "a quantised sampler",
+        Test(precision.quantised, 0.0, 1.0),
+        "Correct for it: the price of faster sampling. A `k3_kl` of 0.0001 to 0.05 was measured with 8 bits, depending on the "
+        "model: `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value cache in 16 bits.",
+        correction="any",
+    ),
+    "weights": Cause(
+        "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed ones",
+        Test(precision.weights, 0.12, 0.25),
+        "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
+        "compare a weight of the engine with the trainer's. If the sampler has older weights on purpose, set "
+        "`trainer.rollout_step`.",
+        correction="any",
+        fallback=Test(precision.noisy_weights, 0.55, 0.65),
+    ),
+    "head": Cause(
+        "precision of the head",
+        Test(precision.head, 0.8, 0.95),
+        "Let the head compute in float32 on both sides: recipe grpo/fp32_head.yaml.",
+        _FLOAT32_HEADS,
+        _SMALLER,
+        correction="any",
+        normal=True,
+    ),
+    "rounding": Cause(
+        "rounding of bfloat16 or float16",
+        Test(precision.rounding, 0.4, 0.8),
+        "This is normal, because two kernels compute the same policy. A head in float32 on both sides makes the gap smaller "
+        "(recipe grpo/fp32_head.yaml). float16 on both sides makes it much smaller (recipe grpo/fp16.yaml).",
+        _FLOAT32_HEADS,
+        _SMALLER,
+        correction="any",
+        normal=True,
+    ),
+}

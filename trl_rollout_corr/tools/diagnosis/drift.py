@@ -1,0 +1,263 @@
+"""Causes whose gap grows from sequence to sequence: with the age of the weights, with the step, or with padding."""
+
+import numpy as np
+
+from ..translation.setting_files import settings_of_run
+from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, pearson, ranks_of, rms, spearman, usual_size
+from .observed import DumpedTokens
+
+
+_END = 0.1  # share of the sequences that are compared at each end
+_ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
+_GROWTH = 1.4  # smallest growth of the mean square that counts
+_JUMP = 9.0  # growth of the mean square above which it need not be monotone
+_CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
+_MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
+# Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the smallest rate in use
+_STILL = 1e-7
+
+
+def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
+    """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
+    here = o.core
+    squares = o.of_rows(np.square(o.d) * here)  # each sequence has about the same number of tokens outside the core
+    # relative to equally likely tokens, so that unlikely tokens count no more
+    typical = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, here), 1e-12) * here)
+    finite = np.isfinite(x) & np.isfinite(squares)
+    values, squares, lengths = x[finite], squares[finite], o.lengths[finite]
+    if len(values) < 8 or values.min() == values.max():
+        return None
+    lowest, highest = values == values.min(), values >= np.quantile(values, 1 - _END)
+    if lowest.sum() < _ENOUGH and (end := np.quantile(values, _END)) < values.max():
+        lowest = values <= end
+    low, high = (float(np.average(squares[here], weights=lengths[here])) for here in (lowest, highest))
+    growth = high / max(low, (FLOOR / 4) ** 2)
+    correlation, chance = spearman(values, typical[finite]), (len(values) - 1) ** -0.5
+    numbers = {"low": low**0.5, "high": high**0.5, "correlation": correlation}
+    share = bounded(1 - low / max(float(np.average(squares, weights=lengths)), 1e-300))
+    if growth > _JUMP:  # a gap that appears at once and stays is not monotone in `x`
+        correlation, chance = max((correlation, chance), _step_up(typical[finite], lowest))
+    more = growth > _GROWTH and correlation > _CHANCE * chance
+    return Evidence(correlation if more else 0.0, share, numbers, sentence)
+
+
+def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
+    """Rank correlation of the values with not being among the lowest sequences, and its standard deviation by chance."""
+    ranks = ranks_of(values)
+    n, m = int((~lowest).sum()), int(lowest.sum())
+    beyond = float(ranks[~lowest].sum() - n * (n - 1) / 2) / (n * m) if n else 0.5
+    return 2 * beyond - 1, ((n + m + 1) / (3 * max(n, 1) * m)) ** 0.5
+
+
+def stale(o: DumpedTokens) -> Evidence | None:
+    if _visits(o) or stands_still(o):
+        return None
+    if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
+        return None  # the ages of samples that all come from the base model mean nothing
+    ages = np.unique(o.staleness[np.isfinite(o.staleness)])
+    sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
+    one_age = len(ages) < 2
+    evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
+    # weights that are never pushed, if the gap grows with the step at equal age, and not with the age
+    most = POSSIBLE if evidence is None or (not one_age and _step_explains(o)) else evidence.most
+    return evidence and evidence._replace(
+        numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))}, most=most
+    )
+
+
+def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
+    """
+    Test for stale samples of one age, or of an unknown one: the trainer has moved toward rewarded completions since. The gap
+    is near 0 in the first step, and does not grow for ever, as of weights that are never pushed.
+    """
+    if _as_small_as_rounding(o) or complete_at_once(o):
+        return None
+    onset = _onset(o)
+    if onset is not None:
+        rest = growing(o, np.where(o.step > o.step.min(), o.step, np.nan), "")
+        onset = onset._replace(statistic=onset.statistic - max(rest.statistic if rest else 0.0, 0.0))
+    rewarded = with_advantage(o)
+    begun = max(onset.statistic, 0.0) if onset is not None and o.step.min() <= 1 else 0.0
+    numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded}
+    sentence = (
+        "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the advantage "
+        "(rank correlation {rewarded}); "
+    )
+    if age > 0:
+        numbers["age"], sentence = age, sentence + "all samples are {age} optimizer steps old"
+    else:
+        sentence += "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`"
+    share = onset.share if onset is not None and begun else 1.0
+    # without the first step, any fault looks the same where it depends on what the rewards depend on, such as the length
+    most = 0.99 if begun else POSSIBLE
+    return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
+
+
+def complete_at_once(o: DumpedTokens) -> bool:
+    """True if the gap has its whole size in the first step of a run, where the sampler has the trainer's weights."""
+    fresh = not (o.staleness[o.step == o.step.min()] >= 1).all()  # or of unknown age
+    return fresh and o.step.min() <= 1 and not ((onset := _onset(o)) and onset.statistic > 0)
+
+
+def _onset(o: DumpedTokens) -> Evidence | None:
+    return growing(o, (o.step > o.step.min()).astype(float), "")
+
+
+def first_step(o: DumpedTokens) -> float:
+    """Root mean square of the log-ratio in the first step of the dump."""
+    return rms(o.d[o.core & (o.step[o.row] == o.step.min())])
+
+
+def with_advantage(o: DumpedTokens) -> float:
+    """
+    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in samples of any sampler,
+    however sure it is; 0 where chance explains it.
+    """
+    d = o.d * o.core
+    excess = o.of_rows(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(d)), 1e-12))
+    finite = np.isfinite(excess) & np.isfinite(o.advantage)
+    correlation = spearman(excess[finite], o.advantage[finite]) if finite.any() else 0.0
+    return correlation if correlation * finite.sum() ** 0.5 > _CHANCE else 0.0
+
+
+def own_updates(o: DumpedTokens) -> Evidence | None:
+    if not _visits(o) or stands_still(o):
+        return None
+    sentence = "|d| is {low} at the first visit of a batch and {high} at the last (rank correlation {correlation})"
+    return growing(o, o.staleness, sentence)
+
+
+def _visits(o: DumpedTokens) -> bool:
+    """True if ages count the visits of a batch, in bypass mode. Those of older weights rise to a lag, and stay there."""
+    settings = settings_of_run(o.settings)
+    if settings is None or not settings.bypasses:
+        return False
+    finite = np.isfinite(o.staleness)
+    ages = [np.unique(o.staleness[finite & (o.step == step)]) for step in np.unique(o.step[finite])]
+    if not ages or any(len(age) > 1 for age in ages) or min(ages)[0] > 0:
+        return False
+    course = np.concatenate(ages)
+    return bool((np.diff(course) < 0).any() or len(np.unique(course)) == len(course) > 1)
+
+
+def _by_step(o: DumpedTokens) -> Evidence | None:
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age"
+    )
+    freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
+    # the freshest samples only, so that age cannot be the cause
+    steps = np.where(np.isnan(freshest) | (o.staleness == freshest), o.step, np.nan)
+    return growing(o, steps, sentence)
+
+
+def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
+    """Rank correlation of `x` and `y` among sequences of one stratum, over all strata, in standard deviations by chance."""
+    ranks, free = np.zeros((2, len(strata))), -1
+    for stratum in np.unique(strata):
+        here = strata == stratum
+        if len(np.unique(x[here])) > 1:
+            ranks[:, here] = [values - values.mean() for values in (ranks_of(x[here]), ranks_of(y[here]))]
+            free += int(here.sum()) - 1
+    return float(pearson(*ranks) * max(free, 0) ** 0.5)
+
+
+def _step_explains(o: DumpedTokens) -> bool:
+    """Test whether the gap grows with the step at equal age, and not with the age at equal step: both rise with a queue."""
+    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    finite = np.isfinite(size)
+    size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
+    return _at_equal(age, step, size) > _CHANCE >= _at_equal(step, age, size)
+
+
+def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evidence | None:
+    """Drop evidence of a gap that grows faster than the number of steps since the start, as in a collapse."""
+    before = float(o.step.min() - 1)
+    if evidence is None or before == 0:
+        return evidence
+    growth = evidence.numbers["high"] / max(evidence.numbers["low"], FLOOR / 4)
+    return evidence if growth**2 < _GROWTH * ((o.step.max() - 1) / before) ** 2 else None
+
+
+def never_pushed(o: DumpedTokens) -> Evidence | None:
+    if _serves_adapters(o) or not _may_stand_still(o):
+        return None
+    evidence = _unless_faster_than_steps(o, _by_step(o))
+    # an adapter that is added twice, or in part, would grow in the same way; updates that the sampler rounds away add up
+    known = o.about.get("adapter") == "none" and not (o.quantised or o.coarser)
+    return evidence if known else evidence and evidence._replace(most=POSSIBLE)
+
+
+def adapter_missing(o: DumpedTokens) -> Evidence | None:
+    """Test whether the gap grows with the step whatever the age, in a run whose sampler should load adapters by itself."""
+    if not _serves_adapters(o) or not _may_stand_still(o) or not _step_explains(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), also among samples of one "
+        "age, while the sampler's own log-probabilities stay as they are"
+    )
+    return _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
+
+
+def _may_stand_still(o: DumpedTokens) -> bool:
+    """True if the gap is larger than rounding and the trainer moves while the sampler may not; the start is the best proof."""
+    beyond = _MOVED if o.step.min() <= 1 else _CHANCE
+    return not (_as_small_as_rounding(o) or stands_still(o) or _sampler_moves(o, beyond))
+
+
+def _serves_adapters(o: DumpedTokens) -> bool:
+    return o.about.get("pushed") == "adapter"
+
+
+def stands_still(o: DumpedTokens) -> bool:
+    """Test whether the log of the run has learning rates that are too small for any change of the trainer's weights."""
+    return o.movement <= _STILL  # not of NaN
+
+
+def standing_still(o: DumpedTokens) -> Evidence | None:
+    if not stands_still(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning rates of "
+        "these steps add up to {movement}, so that the trainer's weights stand still"
+    )
+    evidence = growing(o, o.step.astype(float), sentence)
+    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
+
+
+def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
+    """
+    Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many standard deviations by
+    chance: then it gets weights.
+    """
+    own = o.of_rows(o.rollout)
+    finite = np.isfinite(own)
+    return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond)
+
+
+def lora_merge(o: DumpedTokens) -> Evidence | None:
+    """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
+    if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
+        return None
+    evidence = _by_step(o)
+    if evidence is None or evidence.numbers["low"] > 0.3 * evidence.numbers["high"]:
+        return None
+    sentence = "|d| is {low} in the first steps and {high} in the last, which is as small as rounding"
+    return evidence._replace(statistic=evidence.share, sentence=sentence)
+
+
+def _as_small_as_rounding(o: DumpedTokens) -> bool:
+    return rms(o.d[o.core]) < 0.03
+
+
+def old_throughout(o: DumpedTokens) -> Evidence | None:
+    """Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare."""
+    gap = rms(o.d[o.core])
+    ages = o.staleness[o.row]
+    if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o) or complete_at_once(o):
+        return None
+    sentence = (
+        "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump has no fresh samples to compare with, and "
+        "low precision would look the same"
+    )
+    numbers = {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}
+    return Evidence(mean(ages >= 1), 1.0, numbers, sentence, most=POSSIBLE)

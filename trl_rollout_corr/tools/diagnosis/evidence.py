@@ -1,0 +1,100 @@
+"""Statistics of the tokens of a dump that the tests of several causes use, and the form of the evidence."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..monitor.bands import NEGLIGIBLE
+from .observed import DumpedTokens
+
+
+# Root mean square of the log-ratio, in nats, below which no cause is looked for.
+FLOOR = NEGLIGIBLE
+# Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
+LARGE = 0.1
+POSSIBLE = 0.65  # certainty of a cause that other explanations are not ruled out for
+_BINS = 20
+_CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
+
+
+class Evidence(NamedTuple):
+    """The evidence of a test."""
+
+    statistic: float  # of the test: the larger, the more certain the cause
+    share: float  # of the sum of squared log-ratios that the cause explains, between 0 and 1
+    numbers: Mapping[str, float]  # of the evidence, by their names in `sentence`
+    sentence: str  # with the numbers in braces
+    words: str = ""  # text of the completions, which ends the sentence
+    most: float = 0.99  # certainty that it allows: `POSSIBLE` where causes that are not known would look the same
+
+
+def mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def rms(values: np.ndarray) -> float:
+    return math.sqrt(mean(np.square(values)))
+
+
+def typical(values: np.ndarray) -> float:
+    """Root mean square without the largest 5 %: a few tokens that were sent to other experts would dominate it."""
+    size = np.sort(np.abs(values))
+    return rms(size[: max(int(0.95 * len(size)), 1)])
+
+
+def bounded(share: float) -> float:
+    return float(min(max(share, 0.0), 1.0))
+
+
+def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Mean of the values in the bin of each token. The bins are quantiles of the keys, with equal numbers of tokens."""
+    edges = np.quantile(keys, np.linspace(0, 1, min(_BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
+    return mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
+
+
+def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted mean of the values over the tokens with the same key, for each token."""
+    _, inverse = np.unique(keys, return_inverse=True)
+    means: np.ndarray = np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300)
+    return means[inverse]
+
+
+def usual_size(o: DumpedTokens, inside: np.ndarray) -> np.ndarray:
+    """Root mean square of the log-ratio at those tokens `inside` that are as likely as each token, `(N,)`."""
+    edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
+    return np.asarray(np.sqrt(mean_of_equal(np.searchsorted(edges, o.middle), np.square(o.d), inside)))
+
+
+def relative_size(o: DumpedTokens, here: np.ndarray) -> np.ndarray:
+    """Log-ratio over its root mean square at tokens of the same probability, so that unlikely tokens count no more."""
+    return np.asarray(o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12))
+
+
+def alike(keys: np.ndarray, values: np.ndarray) -> float:
+    """
+    Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise, and
+    where there are so few pairs that it may be chance.
+    """
+    _, inverse = np.unique(keys, return_inverse=True)
+    n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
+    pairs, square = float((n * (n - 1)).sum()), mean(np.square(values))
+    product = float((np.square(sums) - squares).sum()) / pairs / square if pairs and square else 0.0
+    return product if abs(product) * pairs**0.5 > _CHANCE * 2**0.5 else 0.0
+
+
+def ranks_of(values: np.ndarray) -> np.ndarray:
+    """Ranks; equal values get the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.take(np.cumsum(counts) - (counts + 1) / 2, inverse)
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's rank correlation, 0 where one side does not vary."""
+    return pearson(ranks_of(x), ranks_of(y))
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Correlation, 0 where one side does not vary."""
+    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else 0.0

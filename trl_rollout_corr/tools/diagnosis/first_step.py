@@ -1,0 +1,92 @@
+"""The diagnosis of the first step: `rollout_diagnose`."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from ...settings.config import RolloutCorrectionConfig
+from ...trainers.keys import AGAIN_LOGPS
+from ...trainers.metadata import settings_in_effect
+from ...trainers.observer import CorrectedBatch, Moment
+from ...trainers.watcher import Watcher
+from ..dump.rows import make_row, on_host
+from ..dump.sequences import Sequences
+from ..dump.writing import columns_of
+from . import DumpedTokens, diagnose
+from .text import write_text
+
+
+ROWS = 64  # sequences of a diagnosis
+
+
+class FirstStepDiagnosis(Watcher):
+    """
+    Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the main process at its end. With
+    `score_alone`, some sequences of the first batch are scored a second time, one by one.
+    """
+
+    reads_text = True
+
+    def __init__(
+        self,
+        args: RolloutCorrectionConfig,
+        about: dict[str, str],
+        score_alone: Callable[[dict[str, Any]], torch.Tensor] | None = None,
+    ) -> None:
+        self._score_alone = score_alone
+        self.args, self.about = args, about
+        self.rows: list[dict[str, Any]] = []
+        self.looked = False  # True once sequences were scored a second time
+        self.done = False
+        self.diagnosis: Any = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self:
+        # Sequences are scored one by one, which is not possible with images. A processor is the same on all ranks; images may
+        # be on some.
+        images = hasattr(trainer.processing_class, "image_processor")
+        score_alone = None if images else getattr(trainer, "_score_alone", None)
+        return cls(trainer.args, trainer._about, score_alone)
+
+    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+        if now.mode != "train":
+            return
+        if self.looks_twice() and self._score_alone is not None:  # all ranks score
+            batch.batch[AGAIN_LOGPS] = self._score_alone(batch.batch)  # for the dump as well
+        step = now.step + 1  # the optimizer step that trains on the batch
+        if self.wants(step):
+            self.offer(step, *columns_of(batch))
+
+    def wants(self, step: int) -> bool:
+        """True if sequences of an optimizer step are collected."""
+        return not self.done and len(self.rows) < ROWS
+
+    def looks_twice(self) -> bool:
+        """True for the first batch, whose sequences are scored a second time. The same on all ranks."""
+        first, self.looked = not self.looked and not self.done, True
+        return first
+
+    def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
+        """Take the sequences of a batch, as [`~trl_rollout_corr.tools.dump.writing.SequenceDump.offer`] does."""
+        mask = columns["mask"]
+        missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
+        self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        rows, self.rows = self.rows, []
+        if self.done or not rows:
+            return
+        self.done = True
+        if state.is_world_process_zero:
+            try:
+                observed = DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
+                self.diagnosis = diagnose(observed)
+                text = write_text(self.diagnosis)
+            except Exception as error:  # an error of the diagnosis must not end the run
+                text = f"No diagnosis of the first step: {error}.\n"
+            tqdm.write(f"Diagnosis of step {state.global_step}. {text}".rstrip())

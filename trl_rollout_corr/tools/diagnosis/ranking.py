@@ -1,0 +1,143 @@
+"""The search: which tests are made in which order, and how certain the causes are that they find."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from ..translation.setting_files import settings_of_run
+from .causes import CAUSES, Cause, Test
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
+from .observed import DumpedTokens
+from .precision import noise_floor
+
+
+LEAST = 30  # tokens, the least that a diagnosis needs
+_AS_WELL = 0.9  # of the product of certainty and share, above which another cause explains the dump as well
+_REST = 0.3  # share of d^2 that no cause explains, above which diffuse causes are looked for
+
+
+class Stage(NamedTuple):
+    """Causes that are looked for together."""
+
+    causes: tuple[str, ...]  # their names. The cause that explains most is taken
+    several: bool = False  # all causes that are found are taken: each acts on other tokens
+    ends: bool = False  # a cause skips all later stages, because its effects could be mistaken for later causes
+    floor: bool = True  # only where the log-ratio is large enough to matter
+    fallback: tuple[str, ...] = ()  # names of causes that are looked for by their fallback test
+
+    @property
+    def tests(self) -> list[tuple[str, Test]]:
+        """Name and test of each cause."""
+        late = ((name, CAUSES[name].fallback) for name in self.fallback)
+        return [(name, CAUSES[name].test) for name in self.causes] + [(name, test) for name, test in late if test]
+
+
+_OF_SOME = {"nan_rows", "first_token", "last_token", "seams"}  # causes that act on some tokens only
+STAGES = (
+    Stage(("nan_rows",), floor=False),
+    Stage(("shift",), ends=True),
+    Stage(("not_sampled",), ends=True),
+    Stage(("first_token", "last_token", "seams"), several=True, floor=False),
+    Stage(("padding", "dropout"), ends=True),
+    Stage(("some_prompts",), ends=True),
+    Stage(("stale", "own_updates", "never_pushed", "adapter_missing", "standing_still", "lora_merge")),
+    Stage(("truncation", "penalty", "temperature")),
+)
+# For the share of d^2 that none of the above explains
+DIFFUSE = (
+    Stage(("routing",), ends=True),
+    Stage(("kv_cache", "quantised", "weights"), ends=True),
+    Stage(("head", "rounding"), fallback=("stale", "weights")),
+)
+
+
+class Finding(NamedTuple):
+    """A cause that was found."""
+
+    name: str  # key of `CAUSES`
+    certainty: float  # from 0.5 to 0.99
+    share: float  # of the sum of squared log-ratios that it explains
+    evidence: Evidence
+
+    @property
+    def cause(self) -> Cause:
+        return CAUSES[self.name]
+
+
+class Diagnosis(NamedTuple):
+    """The causes of the gap in a dump."""
+
+    verdict: str  # "found", "unknown" or "nothing"
+    findings: list[Finding]  # those that explain most first, normal ones last. Empty if the verdict is another
+    size: float  # root mean square of the log-ratio, in nats
+    k3: float  # `rollout_corr/k3_kl`
+    floor: float | None  # the gap over the trainer's difference from itself; `None` if that is no baseline
+    n_tokens: int
+    n_sequences: int
+    in_effect: Mapping[str, object] = {}  # settings of the run, as far as they are known
+    coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
+    quiet: bool = False  # the run has a log, and no rule of the monitor finds anything in it
+
+    @property
+    def expected(self) -> bool:
+        """True if a run corrects for a gap that comes from nothing but old or quantised weights and normal causes."""
+        settings, names = settings_of_run(self.in_effect), {x.name for x in self.findings if not x.cause.normal}
+        corrects = settings is not None and settings.corrects and (self.quiet or self.size < LARGE)
+        return bool(names) and corrects and names <= {"stale", "quantised"}
+
+    @property
+    def healthy(self) -> bool:
+        """True if nothing has to be done: there is no gap, a normal gap, or an expected one."""
+        normal = self.verdict == "found" and self.size < LARGE and all(x.cause.normal for x in self.findings)
+        return self.verdict == "nothing" or normal or self.expected
+
+
+def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
+    """Find the causes, except those that are known to be absent. Too few tokens are a `ValueError` of one line."""
+    if len(o) < LEAST and not len(o.broken_row):
+        raise ValueError(
+            f"{len(o)} tokens of the loss have a log-probability of both policies: too few for a diagnosis"
+        )
+    findings, ended = _look(o, STAGES, without)
+    rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")
+    # causes of all tokens hide the diffuse ones
+    if not ended and not {x.name for x in findings} - _OF_SOME and rest > _REST and _matters(o):
+        diffuse, _ = _look(o, DIFFUSE, without)
+        findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
+    # normal causes come last, however large
+    findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
+    verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
+    floor = None if o.coarser else noise_floor(o)
+    multiple = floor**-0.5 if floor else None
+    n = int((o.lengths > 0).sum())
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet)
+
+
+def _matters(o: DumpedTokens) -> bool:
+    inside = o.d[o.core]
+    return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
+
+
+def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
+    """Findings of the stages, and whether one of them ended the search."""
+    findings: list[Finding] = []
+    for stage in stages:
+        here = _findings(o, stage, without) if _matters(o) or not stage.floor else []
+        if here and not stage.several:
+            first, *others = sorted(here, key=lambda finding: -finding.certainty * finding.share)
+            rival = max((x.certainty * x.share for x in others), default=0.0)
+            as_well = rival > _AS_WELL * first.certainty * first.share and not first.cause.normal
+            here = [first._replace(certainty=min(first.certainty, POSSIBLE)) if as_well else first]
+        findings += [x._replace(certainty=min(x.certainty, x.evidence.most)) for x in here]
+        if here and stage.ends:
+            return findings, True
+    return findings, False
+
+
+def _findings(o: DumpedTokens, stage: Stage, without: Collection[str]) -> list[Finding]:
+    tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
+    return [
+        # 0.5 for a weak statistic, 0.99 for a strong one
+        Finding(name, 0.5 + 0.49 * bounded((x.statistic - test.weak) / (test.strong - test.weak)), x.share, x)
+        for name, test, x in tests
+        if x is not None and x.statistic > test.weak
+    ]

@@ -1,0 +1,157 @@
+"""A diagnosis as text and as JSON."""
+
+import json
+import re
+from collections.abc import Mapping
+
+from ...messages import capitalized
+from ..monitor.texts import preset_for
+from ..text import number, percent, yaml_lines
+from ..translation.setting_files import settings_of_run
+from .evidence import FLOOR, LARGE
+from .ranking import Diagnosis, Finding
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The answer in a line."""
+    if diagnosis.verdict == "nothing":
+        return "Nothing to correct"
+    if diagnosis.verdict == "unknown":
+        return "Unknown: there is a gap that matches no known cause"
+    first = diagnosis.findings[0]
+    if diagnosis.expected:
+        oldest = first.evidence.numbers.get("oldest")
+        title = f"the sampler is up to {oldest:.0f} optimizer steps old" if oldest else first.cause.title
+        return f"Expected: {title}, and the run corrects for it"
+    kind = "Normal" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
+    return f"{kind}: {first.cause.title}"
+
+
+def detail(diagnosis: Diagnosis) -> str:
+    """The size of the gap, and the number of tokens that it was measured on."""
+    parts = [
+        f"The root mean square of d is {number(diagnosis.size)} nats, k3_kl {number(diagnosis.k3)}, "
+        f"over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions."
+    ]
+    if diagnosis.floor is not None:
+        parts.append(f"That is {number(diagnosis.floor)} times the trainer's difference from itself.")
+    if diagnosis.coarser:
+        parts.append(
+            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be rounding."
+        )
+    if diagnosis.verdict == "nothing":
+        parts.append(
+            f"Below {FLOOR:g} nats a correction of tokens changes nothing. Weights of completions add up d over all tokens, "
+            "and may still change the step: look at `effective_lr`."
+        )
+    if diagnosis.verdict == "unknown":
+        more = (
+            ""
+            if diagnosis.in_effect.get("rollout_diagnose")
+            else ", and set `rollout_diagnose: true` for more evidence"
+        )
+        parts.append(f"See `trl-rollout-corr docs run#diagnose` for tests that need a model{more}.")
+    return " ".join(parts)
+
+
+def evidence(finding: Finding) -> str:
+    """The evidence in a sentence, with its numbers."""
+    facts = finding.evidence
+    return re.sub(r"\{(\w+)\}", lambda match: number(facts.numbers[match[1]]), facts.sentence) + facts.words
+
+
+def sure(finding: Finding) -> str:
+    """The certainty, in a word."""
+    return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
+
+
+def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
+    """
+    The remedy of a cause in the run that has it: sentences, and the settings to paste that are not in effect. The settings
+    remove the cause and correct for the rest of the gap.
+    """
+    cause, run = finding.cause, diagnosis.in_effect
+    missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
+    text = cause.remedy
+    if cause.otherwise and not missing:
+        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
+        text = f"The run has this already: {done}. {cause.otherwise}"
+    if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
+        if diagnosis.healthy and not cause.normal:
+            return (
+                f"Nothing, because the run has a correction. To make the gap smaller: {text[:1].lower()}{text[1:]}",
+                missing,
+            )
+        return f"{text} The run has a correction for the rest.", missing
+    return text, {**missing, **_correction(finding, run)}
+
+
+def _correction(finding: Finding, run: Mapping[str, object]) -> Mapping[str, object]:
+    """The correction for the rest of the gap; empty where it would hide a mistake."""
+    return {"rollout_correction": preset_for(settings_of_run(run))} if finding.cause.correction else {}
+
+
+# Values of settings that a mapping does not name
+_DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penalty": 0.0}
+
+
+def _in_effect(value: object, run: object) -> bool:
+    """True if a setting has the advised value in the run. An unknown one (`...`) has not."""
+    if isinstance(value, Mapping):
+        settings = run if isinstance(run, Mapping) else {}
+        return run is not ... and all(_in_effect(x, settings.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
+    return run is not ... and (run == value or not (run or value))  # 0, None and False are all off
+
+
+def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
+    """True if a run has a correction, and if asked one that takes single tokens out of the gradient."""
+    settings = settings_of_run(run)
+    if settings is None or not settings.corrects:
+        return False
+    bounded = settings.bounding is not None and settings.bounding.lower is not None
+    return bool(settings.criteria) or bounded or settings.clips_around_sampler or not rejecting
+
+
+def write_text(diagnosis: Diagnosis) -> str:
+    """The diagnosis as text for a terminal."""
+    lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
+    for place, finding in enumerate(diagnosis.findings, 1):
+        cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)
+        lines += [
+            "",
+            f"{place}. {capitalized(cause.title)} ({finding.name})",
+            f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
+            f"   Evidence: {evidence(finding)}.",
+            f"   What to do: {remedy}",
+        ]
+        lines += [f"     {line}" for line in yaml_lines(settings).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -> str:
+    """The diagnosis as JSON, with `more` keys."""
+    document: Mapping[str, object] = {
+        "verdict": diagnosis.verdict,
+        "healthy": diagnosis.healthy,
+        "rms_log_ratio": diagnosis.size,
+        "k3_kl": diagnosis.k3,
+        "multiple_of_noise_floor": diagnosis.floor,
+        "tokens": diagnosis.n_tokens,
+        "sequences": diagnosis.n_sequences,
+        "causes": [
+            {
+                "cause": finding.name,
+                "title": finding.cause.title,
+                "certainty": round(finding.certainty, 3),
+                "share_of_squared_log_ratio": round(finding.share, 4),
+                "evidence": dict(finding.evidence.numbers),
+                "remedy": remedy,
+                "settings": settings,
+                "preset": _correction(finding, diagnosis.in_effect).get("rollout_correction"),
+            }
+            for finding in diagnosis.findings
+            for remedy, settings in [remedy_for(diagnosis, finding)]
+        ],
+        **(more or {}),
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,107 @@
+"""
+The folder that a run writes its dump to. A run takes a folder with a file that only one process can create, so that two runs
+never write to the same one: the second takes `dump-2`, the next `dump-3`, and no run moves or deletes the rows of another.
+"""
+
+import glob
+import json
+import os
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+
+from .folder import files_of, read_logs
+
+
+CLAIM = "run.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to. It is made if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        raise ValueError(f"`rollout_dump_dir` is {str(folder)!r}, which cannot be used: {error}.") from None
+
+
+def claim(asked: Path, output_dir: str | Path, *, resumes: bool) -> tuple[Path, str]:
+    """
+    Take the folder that was asked for, or the first free one of its name with a number. A run that `resumes` from a checkpoint
+    in its `output_dir` takes its own folder again. Returns the folder, and a sentence if it is not the one that was asked for.
+    """
+    run = str(Path(output_dir).resolve())
+    own = [folder for folder in _numbered(asked) if owner(folder).get("output_dir") == run]
+    if resumes and own:
+        return max(own, key=lambda folder: owner(folder).get("date", "")), ""
+    mine = {
+        "date": datetime.now(UTC).isoformat(),
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "output_dir": run,
+    }
+    mine["rollout_dump_dir"] = str(asked.resolve())
+    for number in count(1):
+        folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
+        check_folder(folder)
+        if files_of(folder) or read_logs(folder):
+            continue
+        try:
+            with (folder / CLAIM).open("x", encoding="utf-8") as file:
+                file.write(json.dumps(mine))
+        except FileExistsError:
+            continue
+        return folder, "" if folder == asked else f"The dump of this run goes to {str(folder)!r}: {_taken(asked)}"
+    raise AssertionError
+
+
+def _taken(asked: Path) -> str:
+    run = "another run"
+    if before := owner(asked):
+        run = f"the run that began at {before.get('date', '')[:16]} with `output_dir` {before.get('output_dir')!r}"
+    return f"{str(asked)!r} (`rollout_dump_dir`) has the dump of {run}."
+
+
+def owner(folder: Path) -> Mapping[str, str]:
+    """What the run that writes to a folder says of itself; empty if no run has taken it."""
+    try:
+        written: Mapping[str, str] = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # of a run that begins at this moment
+        return {}
+    return written
+
+
+def find_dump(folder: Path) -> Path | None:
+    """
+    The dump of a folder: the folder itself, or else the latest dump of the run with this `output_dir`, which is below it or
+    beside it, or else the latest below it, or of those with its name and a number; `None` if there is none.
+    """
+    if files_of(folder):
+        return folder
+    run = str(folder.resolve())
+    beside = [path.parent for path in sorted(folder.resolve().parent.glob(f"*/{CLAIM}"))]
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    own = [path for path in (*below, *beside) if owner(path).get("output_dir") == run]
+    return latest(own) or latest([*below, *_numbered(folder)])
+
+
+def later_dump(folder: Path) -> Path | None:
+    """The dump of a later run that asked for the same folder, if there is one."""
+    found = latest(_numbered(folder))
+    return None if found is None or found == folder else found
+
+
+def latest(folders: list[Path]) -> Path | None:
+    """The folder with the dump that was written to last; `None` if none of them has one."""
+    last = {folder: files[-1].stat().st_mtime_ns for folder in folders if (files := files_of(folder))}
+    return max(last, key=lambda folder: last[folder], default=None)
+
+
+def _numbered(asked: Path) -> list[Path]:
+    """A folder, and those that runs took because it was taken."""
+    instead = sorted(asked.resolve().parent.glob(f"{glob.escape(asked.name)}-*/{CLAIM}"))
+    named = str(asked.resolve())
+    return [asked, *(path.parent for path in instead if owner(path.parent).get("rollout_dump_dir") == named)]

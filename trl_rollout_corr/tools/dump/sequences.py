@@ -1,0 +1,142 @@
+"""Sequences of a dump as arrays of numpy, and from those to padded tensors."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+
+from .columns import COLUMNS, SCHEMA
+
+
+_TEXT = ["prompt", "tokens"]
+_LONGEST = 100  # characters of a token
+
+
+class Sequences:
+    """
+    `B` sequences of a dump with `N` tokens, from a table with the columns of a dump.
+
+    Each column of numbers is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...) or `(N,)` with a
+    number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the column is null.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, column: str) -> np.ndarray: ...
+
+    def __init__(self, table: pa.Table) -> None:
+        self.lengths = pc.list_value_length(table["mask"]).to_numpy()
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])  # first token of each sequence, and `N`
+        for column in COLUMNS:
+            if column.dtype is not None:
+                values = table[column.name]
+                array = _end_to_end(values, self.lengths) if column.per_token else values.to_numpy()
+                setattr(self, column.name, array.astype(column.dtype))
+        nothing = np.zeros(0, np.int32)
+        # Token ids of each prompt; empty where they are not known
+        self.prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
+        self._text: Any = table.select(_TEXT) if set(_TEXT) <= {*table.column_names} else None
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":
+        """Sequences of rows that are not written, of [`~trl_rollout_corr.tools.dump.rows.make_row`], without text."""
+        return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).drop_columns(_TEXT))
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    # Of each token ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def log_ratio(self) -> NDArray[np.float32]:
+        with np.errstate(invalid="ignore"):
+            difference: NDArray[np.float32] = self.train_logps - self.rollout_logps
+        return difference
+
+    @cached_property
+    def valid(self) -> NDArray[np.bool_]:
+        """Tokens of the loss with a finite log-ratio."""
+        finite: NDArray[np.bool_] = np.isfinite(self.log_ratio)
+        return self.mask & finite
+
+    @cached_property
+    def broken(self) -> np.ndarray:
+        """Tokens of the loss without a finite log-ratio."""
+        return self.mask & ~self.valid
+
+    @cached_property
+    def counted(self) -> np.ndarray:
+        """Valid tokens of the sequences that represent the batch."""
+        return self.valid & self.represents[self.row]
+
+    @cached_property
+    def row(self) -> NDArray[np.int32]:
+        """Index of the sequence of each token."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
+
+    @cached_property
+    def turn(self) -> NDArray[np.int64]:
+        """Turn of each token, counted over all sequences: as in the dump, or else a run of tokens of the loss."""
+        first = self.starts[:-1][self.lengths > 0]
+        before = np.concatenate([[False], self.mask[:-1]])
+        before[first] = False
+        begins = np.where(np.isnan(self.turn_ids), self.mask & ~before, np.diff(self.turn_ids, prepend=0) != 0)
+        begins[first] = True
+        return np.cumsum(begins)
+
+    # Of each sequence -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def represents(self) -> NDArray[np.bool_]:
+        """Sequences that represent the batch: those that were drawn at random, or all if none were."""
+        return self.sampled if self.sampled.any() else np.ones(len(self), bool)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Sums over the tokens of each sequence."""
+        return np.bincount(self.row, weights=values, minlength=len(self))
+
+    # Of some sequences ------------------------------------------------------------------------------------------------
+
+    def slice(self, row: int) -> slice:
+        """Slice of the tokens of a sequence."""
+        return slice(int(self.starts[row]), int(self.starts[row + 1]))
+
+    @property
+    def has_text(self) -> bool:
+        """True if the text of the tokens was read."""
+        return self._text is not None
+
+    def text(self, row: int, place: int) -> str:
+        """Text of one token of a sequence, which is cut after `_LONGEST` characters."""
+        text = self._text["tokens"][row].values[place].as_py() or ""
+        return f"{text[:_LONGEST]}\u2026" if len(text) > _LONGEST else text
+
+    def prompt(self, row: int) -> str:
+        """Prompt of a sequence."""
+        return self._text["prompt"][int(row)].as_py() or ""
+
+
+def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
+    """Lists one after the other, with NaN for those that are null."""
+    values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
+    if not lists.null_count and len(values) != lengths.sum():
+        raise ValueError("a row of the dump has lists of different lengths")
+    if not lists.null_count:
+        return values
+    filled = np.full(lengths.sum(), np.nan, np.float32)
+    filled[np.repeat(lists.is_valid().to_numpy().astype(bool), lengths)] = values
+    return filled
+
+
+def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    """Sequences that lie end to end, below each other: `(B, T)` with zeros after the end of each, and `T` at least 1."""
+    inside = torch.arange(max(int(lengths.max()), 1)) < torch.from_numpy(lengths)[:, None]
+    flat = torch.from_numpy(values)
+    padded = flat.new_zeros(inside.shape)
+    padded[inside] = flat
+    return padded

@@ -1,0 +1,231 @@
+"""The health rules during a run: a callback that warns or stops."""
+
+import io
+import textwrap
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any, Self
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler
+
+from ...messages import PREFIX, notify, warn_idle
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.fields import MONITOR_ACTIONS, MonitorAction
+from ...trainers.observer import Observer
+from ...trainers.watcher import Watcher
+from .examine import Examiner, parse_bounds
+from .rule import ALARMS, Alarm
+from .rules import SILENCED
+from .windows import is_training_window
+
+
+FIRST_PAUSE = 10  # windows between the first two messages about a cause; a window is an optimizer step or a log entry
+_SYMBOLS = {"critical": "✖", "warning": "▲"}
+
+
+class RolloutCorrectionMonitor(Watcher):
+    r"""
+    Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
+
+    The metrics of a step are examined when the next step ends, or earlier if they are logged. So alarms do not depend on
+    `logging_steps`. `trl-rollout-corr docs debugging` lists the rules. Each alarm is a message of the logger
+    `trl_rollout_corr`: a line with the step, the observation and the bound; the first time also the reason and the advice. It
+    is repeated after 10, 20, 40 and so on optimizer steps while it lasts. The same goes to W&B and trackio as an alert, if the
+    run reports there. The number of bounds that raised an alarm since the last log is logged as `rollout_corr/monitor/alarms`.
+
+    The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them takes its place.
+
+    Args:
+        action (`str`, *optional*, defaults to `"warn"`):
+            `"stop"` saves a checkpoint and ends training at a critical alarm, once the reward has fallen: gradually, after a
+            time without a fall that is twice as long, by more than other prompts explain (`trl-rollout-corr docs debugging`).
+        bounds (`dict[str, float or None]`, *optional*):
+            Other limits, by name of a bound; `None` switches a bound off.
+
+    Raises:
+        `ValueError`: if the action is none of these, or if `bounds` names no bound or has no number.
+
+    Example:
+
+    ```python
+    from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
+
+    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", bounds={"staleness": 32})])
+    ```
+    """
+
+    reads_steps = True
+
+    def __init__(self, action: MonitorAction = "warn", bounds: Mapping[str, float | None] | str | None = None) -> None:
+        if action not in MONITOR_ACTIONS:
+            raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
+        self.action = action
+        self.of_configuration = False  # or brought by the user
+        self.warned = False  # about fields of the configuration
+        self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
+        self.observer: Observer | None = None  # of the trainer; without one, a window is what was logged
+        self._examiner = Examiner(limits=parse_bounds(bounds))
+        self._restart()
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self:
+        settings = trainer.args.settings
+        monitor = cls(settings.rollout_monitor, settings.rollout_monitor_bounds)
+        monitor.of_configuration = True
+        return monitor
+
+    def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
+        monitor = keep_one_monitor(trainer.callback_handler)
+        if monitor is not self:
+            return
+        self.observer = trainer._observer if everywhere else None
+        if not self.of_configuration and not self.warned:
+            self.warned = True
+            self._warn_about_fields(trainer.args.settings)
+
+    def _warn_about_fields(self, settings: Any) -> None:
+        """Warn about fields of the configuration that a monitor of the user does not follow."""
+        reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
+        if settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
+            warn_idle("rollout_monitor", settings.rollout_monitor, reason)
+        if settings.rollout_monitor_bounds is not None:
+            warn_idle("rollout_monitor_bounds", settings.rollout_monitor_bounds, reason)
+
+    def _restart(self) -> None:
+        self._stopping = False
+        self._windows = 0
+        self._not_ours: dict[str, float] = {}  # the last metrics that were logged and are not of rollout correction
+        self._alarms: set[str] = set()  # bounds that raised an alarm since the last log
+        self._first_step: dict[str, int] = {}  # optimizer step at which a rule held first
+        self._last_window: dict[str, int] = {}  # logging window in which a rule held last
+        self._pauses: dict[str, tuple[int, int]] = {}  # by cause: window of the next message, and the pause after it
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._restart()
+        self._examiner.settings = args.settings
+        self._examiner.num_iterations = getattr(args, "num_iterations", 1)
+        self._examiner.restart(state.log_history, state.global_step)  # of a run that is resumed
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if not logs or not is_training_window(logs):
+            return
+        self._not_ours = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
+        steps = [{**logs, "step": state.global_step}] if self.observer is None else self.observer.read_steps()
+        self._examine(steps, args, state, control)
+        _add(ALARMS, len(self._alarms), logs, state)
+        self._alarms.clear()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self.observer is not None:
+            self.observer.close_step(state.global_step)
+            self._examine(self.observer.read_steps(before=state.global_step), args, state, control)
+
+    def _examine(
+        self, windows: list[dict[str, float]], args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Examine windows, and report what they show."""
+        for window in windows:
+            self._windows += 1
+            alarms = self._examiner.observe({**self._not_ours, **window})
+            self._alarms.update(alarm.bound for alarm in alarms)
+            acted = self._act(alarms, args, control)
+            for alarm in alarms:
+                self._say(alarm, acted if alarm is alarms[0] else None, state)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
+        if self._stopping:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self._stopping = False
+
+    # Actions ----------------------------------------------------------------------------------------------------------
+
+    def _act(self, findings: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
+        """Act on a critical alarm, if the reward has fallen as well. Returns a sentence about the action."""
+        critical, reward = bool(findings) and findings[0].severity == "critical", self._examiner.reward
+        if self.action == "warn" or not critical or not reward.fell:
+            return None
+        self._stopping = control.should_save = control.should_training_stop = True
+        return (
+            f"The mean reward has fallen from {reward.before:.2g} to {reward.after:.2g}. As `rollout_monitor` is 'stop', "
+            f"training ends here, with a checkpoint in {args.output_dir}."
+        )
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _say(self, finding: Alarm, acted: str | None, state: TrainerState) -> None:
+        """Speak about a finding, unless it was said a short while ago."""
+        first_step = self._first_step.setdefault(finding.bound, finding.step)
+        self._last_window[finding.bound] = self._windows
+        if not acted and any(finding.bound in SILENCED[bound] for bound in self._lately()):
+            return  # the same cause, and more was said about it
+        explained = finding.bound in self._pauses
+        due, pause = self._pauses.get(finding.bound, (self._windows, FIRST_PAUSE))
+        if self._windows < due and not acted:
+            return
+        self._pauses[finding.bound] = self._windows + pause, 2 * pause
+        critical, done = finding.severity == "critical", [acted] if acted else []
+        again = f" since step {first_step}" if first_step < finding.step else ""
+        head = f"{_SYMBOLS[finding.severity]} step {finding.step}: {finding.in_short}{again}"
+        notify(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
+        if self.reporters is not None and state.is_world_process_zero:
+            title, text = f"{finding.bound} at step {finding.step}", " ".join([str(finding), *done])
+            report_alert(self.reporters, title, text, critical=critical)
+
+    def _lately(self) -> list[str]:
+        """Bounds that were passed a short while ago."""
+        return [bound for bound, window in self._last_window.items() if self._windows - window < FIRST_PAUSE]
+
+
+def _with_details(head: str, details: list[str]) -> str:
+    """A line, and sentences indented below it."""
+    fill = partial(textwrap.fill, width=110, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join([head, *map(fill, details)])
+
+
+def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> None:
+    """Add a number to the log: to the entry that other callbacks get, and to the copy that the trainer has just kept."""
+    logs[key] = value
+    if state.log_history:
+        state.log_history[-1][key] = value
+
+
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
+    """Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a warning."""
+    for callback in handler.callbacks:
+        if isinstance(callback, WandbCallback) and callback._initialized:
+            callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")
+        elif isinstance(callback, TrackioCallback) and callback._initialized:
+            levels = callback._trackio.AlertLevel
+            with redirect_stdout(io.StringIO()):  # trackio would print the alert a second time
+                callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
+
+
+def keep_one_monitor(handler: CallbackHandler) -> RolloutCorrectionMonitor | None:
+    """Keep the last monitor of the user, or else the configuration's, in the first place, so that reporters see its alarms."""
+    monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
+    brought = [x for x in monitors if not x.of_configuration]
+    monitor = next(iter([*reversed(brought), *monitors, None]))
+    handler.callbacks = [x for x in handler.callbacks if x not in monitors]
+    if monitor is not None:
+        monitor.reporters = handler
+        handler.callbacks.insert(0, monitor)
+    return monitor

@@ -1,0 +1,55 @@
+"""Conditions of rules, and numbers that rules compare in place of a metric."""
+
+import math
+
+from ...messages import PREFIX
+from .windows import Window
+
+
+def without_tokens(window: Window) -> float | None:
+    """1 if no token was left in the loss, so that its statistics are NaN (in JSON perhaps null); else 0."""
+    share = window.metrics.get(f"{PREFIX}nonfinite_fraction", 0.0)
+    return float(share is None or (isinstance(share, float) and math.isnan(share)))
+
+
+def vetoes(window: Window) -> bool:
+    """True if the lower bound of `seq_max_k1` is so low that it rejects broken tokens only."""
+    if window.settings is None:
+        return True
+    lowest = [math.exp(-c.upper) for c in window.settings.criteria if c.name == "seq_max_k1"]
+    return max(lowest, default=0.0) <= 0.01
+
+
+def lasting_gap(window: Window) -> float | None:
+    """
+    How much more `kl` is than at the start, once the sampler has reached its full staleness. Most of it comes from tokens that
+    became unlikely for the trainer; weights bound the others. If `k3_kl` is much smaller than `kl`, the mean ratio is not 1,
+    which is another problem.
+    """
+    kl, k3 = window.get("kl"), window.get("k3_kl")
+    if kl is None or k3 is None or not window.course.settled:
+        return None
+    return window.course.unlearnt(kl) if k3 > kl / 2 else 0.0
+
+
+# In nats per token: more than the noise of a window where nothing is unlearnt
+_UNLEARNT = 0.015
+
+
+def unlearns(window: Window) -> bool:
+    """True if rewarded tokens became less likely, as before a collapse, or if that is unknown."""
+    return window.course.rewarded_above(_UNLEARNT) is not False
+
+
+def gap_of_rewarded(window: Window) -> float | None:
+    """`kl` where the advantage is positive, minus the gap at the start, which the policy has not learned."""
+    gap = window.get("kl_advantage_positive")
+    return None if gap is None else window.course.unlearnt(gap)
+
+
+def bias(window: Window) -> float | None:
+    """Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it."""
+    kl, k3 = window.get("kl"), window.get("k3_kl")
+    if kl is None or k3 is None:
+        return None
+    return abs(k3 - kl) if abs(k3 - kl) > k3 else window.course.lasting_excess

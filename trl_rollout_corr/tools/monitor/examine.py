@@ -1,0 +1,140 @@
+"""The rules applied to the log of a run, window after window."""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from ...messages import SettingError, nearest
+from .reward import Reward
+from .rule import Alarm, Bound
+from .rules import BOUNDS, SILENCED
+from .texts import fill
+from .windows import Course, Settings, Window, is_training_window
+
+
+# Metrics of the weights and of rejection, rather than of the two policies
+_EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
+
+
+class Examiner:
+    """
+    Applies the rules to one logging window after the other. `limits` replace those of bounds by name; `None`: no bound.
+    `settings` and `num_iterations` are those of the run, and settings that are `None` are not known.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        limits: Mapping[str, float | None] | None = None,
+        num_iterations: int = 1,
+    ):
+        self.settings, self.num_iterations = settings, num_iterations
+        chosen = {name: (limits or {}).get(name, bound.limit) for name, bound in BOUNDS.items()}
+        self._limits: dict[str, float] = {name: limit for name, limit in chosen.items() if limit is not None}
+        self.restart()
+
+    def restart(self, history: Iterable[Mapping[str, object]] = (), step: int = 0) -> None:
+        """Forget the run so far, but for the beginning of the log of a run that goes on after an optimizer step."""
+        self._course = Course()
+        self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].patience) for name in self._limits}
+        for entry in filter(is_training_window, history):
+            self._course.add(self._window(entry))
+        self._course.go_on(step)
+
+    def _window(self, entry: Mapping[str, object]) -> Window:
+        return Window(entry, self.settings, self._course, self.num_iterations > 1)
+
+    @property
+    def reward(self) -> Reward:
+        """The reward of the run so far."""
+        return self._course.reward
+
+    def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
+        """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
+        if not is_training_window(entry):
+            return []
+        window = self._window(entry)
+        self._course.add(window)
+        holding = [
+            self._alarm(bound, limit, value, window)
+            for bound, limit in ((BOUNDS[name], limit) for name, limit in self._limits.items())
+            if (value := bound.value(window)) is not None
+            and self._holds(bound, value, limit)
+            and bound.confirmed(window)
+        ]
+        silenced = {name for alarm in holding for name in SILENCED[alarm.bound]}
+        return by_severity(alarm for alarm in holding if alarm.bound not in silenced)
+
+    def _holds(self, bound: Bound, value: float, limit: float) -> bool:
+        streak = self._streaks[bound.name]
+        streak.append(bound.unhealthy(value, limit))
+        return bound.holds(list(streak), self._course.spacing)
+
+    @staticmethod
+    def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
+        side = "below" if bound.below else "above"
+        seen = fill(bound.seen, window, value=value, limit=limit, side=side)
+        why, advice = fill(bound.why, window), fill(bound.advice, window)
+        if not window.corrects and bound.key.startswith(_EFFECTS):
+            seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"
+        passed = f"{'<' if bound.below else '>'} {limit:g}"
+        return Alarm(
+            bound.name, bound.severity, bound.metric, window.step, window.step, value, seen, why, advice, passed
+        )
+
+
+def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
+    """Sort: the most serious first; of the same severity, the earliest first; then in the order of the rules."""
+    return sorted(alarms, key=lambda alarm: (alarm.severity != "critical", alarm.step))
+
+
+def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
+    """Limits by name of a bound, with `None` for a bound that is off; also from JSON."""
+    field = "rollout_monitor_bounds"
+    if isinstance(bounds, str):  # of a command line
+        with suppress(json.JSONDecodeError):
+            bounds = json.loads(bounds)
+    if bounds is None:
+        return {}
+    if not isinstance(bounds, Mapping):
+        raise SettingError(field, bounds, allowed='numbers, or None, by name of a bound, such as {"staleness": 32}')
+    for name, limit in bounds.items():
+        if name not in BOUNDS:
+            remedy = f"{nearest(name, BOUNDS)} Available bounds: {', '.join(BOUNDS)}.".strip()
+            raise SettingError(field, bounds, f"and {name!r} is not a bound", remedy=remedy)
+        number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
+        if limit is not None and not number:
+            allowed = "a number, or None to switch the bound off"
+            raise SettingError(field, limit, allowed=allowed, part=f"for {name!r}")
+    return dict(bounds)
+
+
+def examine(
+    history: Iterable[Mapping[str, object]], settings: Settings | None = None, *, num_iterations: int = 1
+) -> list[Alarm]:
+    """
+    Apply the rules to the log of a run, as the monitor does during the run.
+
+    Args:
+        history (`Iterable[Mapping]`):
+            Entries of `trainer.state.log_history`, each with a `step`.
+        settings ([`~trl_rollout_corr.settings.resolve.Settings`], *optional*):
+            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` are used. Without them it is not known
+            whether the run corrects: then `k3_high`, `k3_uncorrected`, `gap_stays` and `gap_clipped` are silent.
+        num_iterations (`int`, *optional*, defaults to `1`):
+            How often the run trains on a batch, as TRL's field of this name says.
+
+    Returns:
+        `list[Alarm]`: one per bound, the most serious first.
+    """
+    limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
+    examiner = Examiner(settings, limits, num_iterations)
+    alarms: dict[str, Alarm] = {}
+    for entry in history:
+        for alarm in examiner.observe(entry):
+            first = alarms.setdefault(alarm.bound, alarm)
+            alarms[alarm.bound] = replace(first, last_step=alarm.step)
+    return by_severity(alarms.values())

@@ -1,0 +1,174 @@
+"""Logging windows of a run, and its history as the rules see it."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...messages import PREFIX
+from .reward import Reward
+
+
+class Settings(Protocol):
+    """What the rules read of [`~trl_rollout_corr.settings.resolve.Settings`]."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def corrects(self) -> bool: ...
+    @property
+    def bypasses(self) -> bool: ...
+    @property
+    def clips_around_sampler(self) -> bool: ...
+    @property
+    def criteria(self) -> Any: ...
+    @property
+    def rollout_monitor_bounds(self) -> Mapping[str, float | None] | None: ...
+
+
+# Of the policy that sampled and the one that trains
+_GAPS = ("kl", "k3_kl", "kl_advantage_positive")
+
+
+def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
+    """Number of windows of `spacing` optimizer steps that cover `steps` of them, between 2 and `at_most`."""
+    return min(at_most, max(2, math.ceil(steps / spacing)))
+
+
+class Course:
+    """
+    The history of a run: its beginning, the reward, and the `spacing` of the latest window in optimizer steps. It is `settled`
+    if the sampler had reached its full staleness when the latest window began: no completion in it is older than earlier ones,
+    and as many steps as their age have passed.
+    """
+
+    BEGINNING = 3  # windows, or optimizer steps
+    OFF = 0.01  # `k3_kl` that is not healthy
+    RECENT, RECENT_STEPS = 7, 15  # windows, or fewer that cover these optimizer steps
+    LATEST, STAYS = 11, 0.75  # windows, and the least share of what their first half shows that the second one shows
+    LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and its least size in standard errors
+
+    def __init__(self) -> None:
+        self.spacing, self.settled = 1, False
+        self._step, self._oldest = 0, 0.0
+        self._first = list[tuple[int, float, float]]()  # step, `kl` and `k3_kl` of the first windows
+        self.go_on(0)
+
+    def go_on(self, step: int) -> None:
+        """Forget the latest windows, because the next ones begin at this optimizer step. The beginning is kept."""
+        self._step, self.reward = step, Reward()
+        self._rewarded = deque[float](maxlen=self.LATEST)
+        self._excess = deque[float](maxlen=self.LASTING)
+
+    def add(self, window: "Window") -> None:
+        """Add a window."""
+        began, staleness = self._step, window.get("staleness_max") or 0.0
+        self.spacing, self._step = max(window.step - began, 1), window.step
+        self.settled = staleness <= min(self._oldest, began)
+        self._oldest = max(self._oldest, staleness)
+        kl, k3 = window.get("kl"), window.get("k3_kl")
+        if kl is not None and k3 is not None:
+            if len(self._first) < self.BEGINNING:
+                self._first.append((window.step, kl, k3))
+            self._excess.append(k3 - kl)
+        if (rewarded := window.get("kl_advantage_positive")) is not None:
+            self._rewarded.append(rewarded)
+        if (mean_reward := window.get("reward_mean")) is not None:
+            self.reward.add(mean_reward)
+
+    @property
+    def gap_at_start(self) -> float:
+        """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
+        return max(min((kl for _, kl, _ in self._first), default=0.0), 0.0)
+
+    @property
+    def off_at_start(self) -> bool:
+        """True if the gap was large in the first optimizer steps already, in which no sampler is stale."""
+        first = [k3 for step, _, k3 in self._first if step <= self.BEGINNING]
+        return bool(first) and min(first) > self.OFF
+
+    def unlearnt(self, gap: float) -> float:
+        """
+        How much more `kl` is than at the start; 0 if that is at most half of the start. A gap that was there from the start is
+        not learned, and the larger it is, the more it varies between windows.
+        """
+        more = gap - self.gap_at_start
+        return more if more > self.gap_at_start / 2 else 0.0
+
+    def rewarded_above(self, bound: float) -> bool | None:
+        """True if rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
+        number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
+        latest = [*self._rewarded][-number:]
+        return 2 * sum(self.unlearnt(gap) > bound for gap in latest) > number if latest else None
+
+    @property
+    def rewarded_stay_unlikely(self) -> bool:
+        """`False` if the gap of rewarded tokens shrinks, as it does where a policy moves fast in its first steps."""
+        latest = [
+            *map(self.unlearnt, [*self._rewarded][-windows_of(self.LATEST, self.spacing, at_most=self.LATEST) :])
+        ]
+        half = len(latest) // 2
+        return sum(latest[len(latest) - half :]) >= self.STAYS * sum(latest[:half])
+
+    @property
+    def lasting_excess(self) -> float:
+        """Size of the mean of `k3_kl - kl` if it was there from the first steps on and chance does not explain it, else 0."""
+        if not self.off_at_start or len(self._excess) < self.LASTING:
+            return 0.0
+        mean, error = statistics.fmean(self._excess), statistics.stdev(self._excess) / math.sqrt(self.LASTING)
+        same_sign = all((k3 - kl) * mean > 0 for _, kl, k3 in self._first)
+        return abs(mean) if same_sign and abs(mean) > self.ERRORS * error else 0.0
+
+
+@dataclass
+class Window:
+    """
+    A logging window: the log entry, keys with prefix, and the settings of the run, `None` if they are not known. `reuses`: the
+    run trains several times on a batch (`num_iterations`).
+    """
+
+    metrics: Mapping[str, Any]
+    settings: Settings | None
+    course: Course = field(default_factory=Course)
+    reuses: bool = False
+
+    def get(self, key: str) -> float | None:
+        """A metric of rollout correction; `None` if it is missing, NaN, or in part the policy's own updates of the batch."""
+        if key in _GAPS and not self.fresh:
+            return None
+        value = self.metrics.get(PREFIX + key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return None
+        return float(value)
+
+    @property
+    def step(self) -> int:
+        """Optimizer step at which it was logged."""
+        return int(self.metrics.get("step", 0))
+
+    @property
+    def fresh(self) -> bool:
+        """True if ratios are of samples that the policy has not been trained on yet."""
+        return not self.reuses or self.settings is None or not self.settings.bypasses
+
+    @property
+    def corrects(self) -> bool | None:
+        """True if the loss is corrected; `None` if the settings are not known."""
+        return None if self.settings is None else self.settings.corrects
+
+    @property
+    def clips(self) -> bool:
+        """True if the loss clips the ratio to the sampler, so that tokens with a large log-ratio have no gradient."""
+        return self.settings is not None and self.settings.clips_around_sampler
+
+    @property
+    def weights_act(self) -> bool:
+        """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
+        return not self.clips and self.get("rollout_is_mean") is not None
+
+
+def is_training_window(entry: Mapping[str, object]) -> bool:
+    """True if a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
+    return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)

@@ -1,0 +1,221 @@
+"""
+The parts of a gap, which add up to the whole, and settings that may make it smaller. Arrays of numpy in, no TRL.
+
+Between trainer and sampler stands a chain of configurations that score the same tokens, and each step changes one thing. So
+the log-ratio `d` of a token is the sum of its steps, `d = sum_i d_i`, and its `k3 = exp(d) - 1 - d` is split in proportion,
+`k3 * d_i / d`: the Aumann-Shapley value of the step. Noise that is unrelated to the other steps gets the `k3` that it has
+alone; a step that others undo gets less, and may get less than 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..diagnosis import DumpedTokens, diagnose
+from ..diagnosis.evidence import FLOOR, Evidence
+from ..diagnosis.ranking import Diagnosis, Finding
+from ..text import number, percent, yaml_lines
+
+
+MICRO_BATCH, PADDING, DROPOUT = "micro-batch of the trainer", "padding", "dropout"
+HEAD, BODY, KERNELS = "precision of the head", "precision of the body", "other modules and kernels of vLLM"
+QUANTISATION, CACHE, PUSH = "quantisation", "key-value cache", "weights that were pushed"
+DECODING, OPTIONS = "decoding against prefill", "sampling options and decoding"
+WHOLE = "the whole"
+# Configurations of other processes that are a step of the chain, and settings to try
+FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no 8 bits in the sampler"
+EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by arguments of the engine
+# Parts that causes of `diagnosis` act on
+_PARTS = {
+    "padding": (PADDING,),
+    "dropout": (DROPOUT,),
+    "head": (HEAD,),
+    "rounding": (BODY,),
+    "kv_cache": (CACHE,),
+    "weights": (QUANTISATION, PUSH),
+    "truncation": (OPTIONS,),
+    "penalty": (OPTIONS,),
+}
+# Share of the gap up to which a part is in doubt and rules its causes out, and from which on it is found
+SMALL, _LARGE = 0.2, 0.75
+LOW = ("bfloat16", "float16")
+_ALIKE = 1.2  # times the smallest gap, up to which the fastest setting is taken
+
+
+class Scored(NamedTuple):
+    """The answer of a process."""
+
+    logps: Mapping[str, np.ndarray]  # of all tokens, by configuration of trainer or sampler
+    facts: Mapping[str, Any]
+
+
+class Part(NamedTuple):
+    """A part of the gap."""
+
+    name: str  # several where they were not measured one by one
+    k3: float  # its share of `k3_kl`, in nats: adds up over parts
+    error: float  # two standard errors of `k3`, of tokens that are independent
+    equal: float  # share of tokens that it does not change in a bit
+
+
+class Trial(NamedTuple):
+    """Settings that were tried."""
+
+    change: str
+    settings: Mapping[str, Any]  # of a run, besides its own
+    k3: float  # nats
+    equal: float  # share of tokens that are bit-equal
+    trainer: float  # time to score, times that of the run
+    sampler: float  # time to sample, times that of the run
+    weights: float  # bytes, of both sides
+
+
+def k3(d: np.ndarray) -> np.ndarray:
+    """`exp(d) - 1 - d`."""
+    return np.asarray(np.expm1(d) - d)
+
+
+def eight_bits(engine: Mapping[str, Any]) -> list[str]:
+    """Arguments of an engine that give it 8 bits."""
+    return [name for name in EIGHT_BITS if engine.get(name) not in (None, "auto")]
+
+
+def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str, np.ndarray | str]]:
+    """The part that each step of the chain belongs to, and the log-probabilities after it, or why there are none."""
+    logps, facts = first
+
+    def of(change: str, side: str) -> np.ndarray | str:
+        scored = tried.get(change, tried.get(PLAIN, first))  # what is not tried is the run's own
+        return scored if isinstance(scored, str) else scored.logps.get(side, logps[side])
+
+    steps: list[tuple[str, np.ndarray | str]] = [(DROPOUT, logps["no_dropout"])] if "no_dropout" in logps else []
+    steps += [(MICRO_BATCH, logps["one_row"]), (PADDING, logps["alone"])]
+    steps += [(HEAD, of(HEADS, "alone")), (BODY, of(FLOAT32, "alone"))]
+    steps += [(KERNELS, of(FLOAT32, "sampler")), (BODY, of(HEADS, "sampler")), (HEAD, of(PLAIN, "sampler"))]
+    if bits := [EIGHT_BITS[name] for name in eight_bits(facts["engine_kwargs"])]:
+        steps.append((" and ".join(bits), logps["sampler"]))
+    return [*steps, (PUSH, logps["pushed"]), (OPTIONS if facts["options"] else DECODING, logps["sampled"])]
+
+
+def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> list[Part]:
+    """Split the gap from `before` to the end of the chain. A step without log-probabilities belongs to the next one."""
+    known = [before, *(logps for _, logps in chain if not isinstance(logps, str))]
+    finite = np.isfinite(known).all(0)
+    here = before[finite].astype(np.float64)
+    d = here - known[-1][finite]
+    ratio = np.divide(k3(d), d, out=np.zeros_like(d), where=d != 0)
+    steps: dict[str, np.ndarray] = {}
+    names: list[str] = []
+    for name, logps in chain:
+        names.append(name)
+        if not isinstance(logps, str):
+            joint, after = " + ".join(sorted({*names})), logps[finite].astype(np.float64)
+            steps[joint] = steps.get(joint, 0.0) + here - after
+            here, names = after, []
+
+    def part(name: str, share: np.ndarray, x: np.ndarray) -> Part:
+        return Part(name, np.mean(share).item(), 2 * np.std(share).item() / len(x) ** 0.5, np.mean(x == 0).item())
+
+    return [*(part(name, ratio * x, x) for name, x in steps.items()), part(WHOLE, k3(d), d)]
+
+
+def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
+    """The diagnosis of tokens, without causes whose parts are surely small, and with that of a part that is nearly all."""
+    *parts, whole = parts
+    large = [part.name for part in parts if abs(part.k3) + part.error > SMALL * whole.k3]
+    acting = {cause: [name for name in large if any(x in name for x in names)] for cause, names in _PARTS.items()}
+    found = diagnose(observed, {cause for cause, names in acting.items() if not names})
+    if found.size < FLOOR or found.findings:
+        return found
+    for part in parts:
+        for cause, names in _PARTS.items():
+            if part.name == names[0] and part.k3 >= _LARGE * whole.k3:
+                share, sentence = part.k3 / whole.k3, f"one change, {part.name}, makes a share of {{share}} of k3_kl"
+                finding = Finding(cause, 0.99, share, Evidence(1.0, share, {"share": share}, sentence))
+                return found._replace(verdict="found", findings=[finding])
+    return found
+
+
+def write_parts(parts: Sequence[Part]) -> str:
+    """The parts as text for a terminal."""
+    rows = [("part", "k3_kl", "+-", "share", "bit-equal")]
+    for part in parts:
+        share = percent(round(part.k3 / parts[-1].k3, 3)) if parts[-1].k3 else "-"
+        rows.append((part.name, number(part.k3), number(part.error), share, percent(round(part.equal, 3))))
+    small = [part.name for part in parts[:-1] if 0 < abs(part.k3) < max(part.error, SMALL * parts[-1].k3)]
+    lines = ["", "Where the gap comes from: one change each on the way from the trainer to the sampler.", *table(rows)]
+    if small:
+        lines.append(f"In doubt, because larger parts hide or change a small one: {', '.join(small)}.")
+    return "\n".join([*lines, "Not measured: an adapter (a new one adds 0), older weights, and several ranks."]) + "\n"
+
+
+def candidates(facts: Mapping[str, Any], *, quick: bool) -> dict[str, dict[str, Any]]:
+    """Settings to try, by what they change. All but the first are without 8 bits."""
+    own, about, on_cpu = facts["engine_kwargs"], facts["about"], facts["device"] == "cpu"
+    plain = {name: value for name, value in own.items() if name not in eight_bits(own)}
+
+    def engine(**kwargs: Any) -> dict[str, Any]:
+        return {"rollout_engine_kwargs": {**plain, **kwargs}}
+
+    low = about["trainer_dtype"] in LOW
+    tried = {PLAIN: engine()} if plain != own else {}
+    if low or about["sampler_dtype"] in LOW:
+        whole = {"bf16": False, "fp16": False, "model_init_kwargs": {"dtype": "float32"}} if low else {}
+        half = {**whole, "fp16": True} if low else {}
+        cast = {"cast_lm_head_to_fp32": True} if low else {}
+        tried[FLOAT32] = {**whole, **engine(dtype="float32")}
+        tried["float16 on both sides" if low else "sampler in float16"] = {**half, **engine(dtype="float16")}
+        tried[HEADS] = {**cast, **engine(hf_overrides={**own.get("hf_overrides", {}), "head_dtype": "float32"})}
+    if plain == own:
+        # which breaks a trainer in the same process, so that the setting to paste needs a server
+        tried["a server with `--model-impl transformers`"] = {"vllm_mode": "server", "vllm_model_impl": "transformers"}
+    if quick:
+        return tried
+    for name in ("eager", "sdpa"):
+        if name != facts["attention"]:
+            tried[f"attention of the trainer: {name}"] = {"model_init_kwargs": {"attn_implementation": name}}
+    if not own.get("enforce_eager") and not on_cpu:
+        tried["sampler without graphs"] = engine(enforce_eager=True)
+    if plain == own:
+        tried["cache in 8 bits"] = engine(kv_cache_dtype="fp8")
+        tried["weights of the sampler in 8 bits"] = engine(quantization="fp8_per_channel" if on_cpu else "fp8")
+    return tried
+
+
+def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Scored | str]) -> list[Trial]:
+    """Trials from settings and those answers that are no reason why there is none, with the smallest gap first."""
+    trials = []
+    for change, scored in {"nothing": first, **tried}.items():
+        if isinstance(scored, str):
+            continue
+        logps, costs = {**first.logps, **scored.logps}, {**first.facts["costs"], **scored.facts["costs"]}
+        d = (logps["as_it_is"] - logps["sampler"]).astype(np.float64)
+        d = d[np.isfinite(d)]
+        trainer, sampler = (costs[side] / first.facts["costs"][side] for side in ("trainer", "sampler"))
+        gap, equal = float(k3(d).mean()), float((d == 0).mean())
+        trials.append(Trial(change, settings.get(change, {}), gap, equal, trainer, sampler, costs["weights"]))
+    return sorted(trials, key=lambda trial: (trial.k3, trial.trainer))
+
+
+def write_trials(trials: Sequence[Trial], left_out: Mapping[str, str]) -> str:
+    """The trials, and reasons why others were left out, as text for a terminal, the last lines of which are YAML."""
+    rows: list[tuple[str, ...]] = [("changed", "k3_kl", "bit-equal", "trainer, time", "sampler, time", "weights, MiB")]
+    for t in trials:
+        times = [f"{x:.2g} x" for x in (t.trainer, t.sampler)]
+        rows.append((t.change, number(t.k3), percent(round(t.equal, 3)), *times, f"{t.weights / 2**20:,.0f}"))
+    lines = ["", "What to set: one change each. vLLM reads the same tokens as it reads a prompt.", *table(rows)]
+    lines += [f"Left out: {change}. {reason}" for change, reason in left_out.items()]
+    enough = max(_ALIKE * trials[0].k3, FLOOR**2 / 2)
+    small = [t for t in trials if t.k3 <= enough]
+    if any(t.change == "nothing" for t in small):
+        return "\n".join([*lines, "No setting makes the gap much smaller: leave them as they are."]) + "\n"
+    best = min(small, key=lambda t: t.trainer * t.sampler)
+    lines.append(f"The fastest of those with a k3_kl up to {number(enough)}: {best.change}. To paste:")
+    return "\n".join([*lines, yaml_lines(best.settings)])
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,90 @@
+"""
+The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the gap, and settings to try.
+No TRL here: each trainer with its sampler has a process of its own (`trl_rollout_corr/tools/probe/process.py`).
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..diagnosis.text import write_json, write_text
+from .parts import Scored, candidates, chain_of, diagnose_parts, judged, split, write_parts, write_trials
+
+
+# Variables that vLLM reads when it is imported: a small cache on a CPU, and the engine in the process of the trainer
+_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_PAUSE = 5.0  # seconds between two lines of progress
+_SIZES = {"completions": 64, "length": 128}
+_QUICK = {"completions": 8, "length": 32}
+
+
+def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
+    """
+    Start a trainer and its sampler as the `run` would, which has the arguments of the command. Returns the diagnosis and two
+    tables as text or JSON, and whether nothing has to be done; a `ValueError` in one line if anything cannot be used.
+    """
+    request = {**run, **(_QUICK if run["quick"] else _SIZES)}
+    request["completions"] = run["completions"] or request["completions"]
+    with tempfile.TemporaryDirectory(prefix="rollout-probe-") as name:
+        folder = Path(name)
+        first = in_process("the run as it is", {**request, "settings": {}}, folder / "first")
+        settings = candidates(first.facts, quick=run["quick"])
+        tried: dict[str, Scored | str] = {}
+        for i, (change, fields) in enumerate(settings.items(), 1):
+            more = {"settings": fields, "tokens": str(folder / "first" / "tokens.pt")}
+            try:
+                tried[change] = in_process(f"{i} of {len(settings)}, {change}", {**request, **more}, folder / str(i))
+            except ValueError as error:
+                tried[change] = str(error)
+    parts = split(first.logps["as_it_is"], chain_of(first, tried))
+    trials, diagnosis = judged(first, settings, tried), diagnose_parts(first.facts["observed"], parts)
+    left_out = {change: reason for change, reason in tried.items() if isinstance(reason, str)}
+    if as_json:
+        tables = {
+            "parts": [part._asdict() for part in parts],
+            "settings": [trial._asdict() for trial in trials],
+            "left_out": left_out,
+        }
+        return write_json(diagnosis, {**tables, "about": first.facts["about"]}), diagnosis.healthy
+    return write_text(diagnosis) + write_parts(parts) + write_trials(trials, left_out), diagnosis.healthy
+
+
+def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
+    """Carry out a request in a process of its own, which writes to a new folder, and show for how long."""
+    folder.mkdir()
+    start = time.monotonic()
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        answer = pool.submit(_answer, {**request, "output": str(folder)})
+        while not answer.done():
+            print(f"Probe: {title}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            wait([answer], _PAUSE)
+        try:
+            return answer.result()
+        except (BrokenProcessPool, SystemExit) as error:  # killed, or ended by argparse, which prints why
+            log = " ".join((folder / "log").read_text(encoding="utf-8", errors="replace").split())
+            killed = f"its process was killed, perhaps for lack of memory. {log[-300:]}"
+            raise ValueError(log.rpartition(": error: ")[2] if isinstance(error, SystemExit) else killed) from None
+
+
+def _answer(request: Mapping[str, Any]) -> Scored:
+    with (Path(request["output"]) / "log").open("w") as log:  # what libraries print is no answer
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update({**_ENVIRONMENT, **os.environ})
+    if not torch.accelerator.is_available():  # compiling for a CPU would take longer than everything else
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from .process import carry_out
+
+    try:
+        return carry_out(request)
+    except Exception as error:  # of TRL, of vLLM or of the model, perhaps one that cannot be sent
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None

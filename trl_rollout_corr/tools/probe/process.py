@@ -1,0 +1,288 @@
+"""
+A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step. A request
+is the `run` of `probe` (`tools/probe/probe.py`) with `output` (a folder), `settings` (fields that differ from the run),
+and perhaps `tokens` (a file of another process, whose trainer need not score again if the settings are of vLLM alone).
+"""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl.trainer.utils import split_tensor_dict
+
+from ...trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from ...trainers.keys import ROLLOUT_LOGPS
+from ...trainers.metadata import dropout_of, settings_in_effect
+from ...trainers.reloading import reload
+from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
+from ...trainers.trl_checks import distorting_options
+from ..arrival.server import without_dropout
+from ..diagnosis import DumpedTokens
+from ..dump.rows import make_row, on_host
+from ..dump.sequences import Sequences
+from .parts import Scored
+
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+Trainer: TypeAlias = RolloutCorrectedGRPOTrainer | RolloutCorrectedRLOOTrainer
+Config: TypeAlias = RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig
+_TRAINERS: dict[str, tuple[type[Trainer], type[Config]]] = {
+    "grpo": (RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig),
+    "rloo": (RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig),
+}
+PROMPTS = (
+    "What is the capital of France?",
+    "Count from one to ten.",
+    "Write a sentence about rain.",
+    "What is 12 times 7?",
+    "Explain what a prime number is, in two sentences.",
+    "Tell me a short story about a dog that is lost.",
+    "Translate 'good morning' into Spanish.",
+    "If I have 3 apples and eat one, how many are left? Think step by step.",
+)
+OF_VLLM = {"rollout_engine_kwargs", "vllm_mode", "vllm_model_impl"}  # fields that the trainer does not read
+_CONTEXT = 1024  # tokens that the engine has room for, more than the prompts take
+# A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
+_DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+_ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
+_LENGTH = 8  # tokens that are sampled to measure the time
+
+
+def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
+    """The class of the trainer of a request, and the configurations of trainer and model. A `ValueError` if unusable."""
+    trainer_class, config_class = _TRAINERS[request["trainer"]]
+    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
+    line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
+    without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
+    given = ["--config", request["config"]] if request["config"] else without_recipe
+    _, args, model_args = parser.parse_args_and_config([*given, *line])
+    if not args.use_vllm:
+        raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
+    if args.vllm_mode != "colocate":
+        raise ValueError(
+            f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM itself. Add "
+            "`--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
+        )
+    if args.settings.rollout_support is not None:
+        raise ValueError(
+            f"`rollout_support` is {args.settings.rollout_support!r}: the trainer then scores over the tokens that sampling "
+            "kept, and vLLM over all. Remove it, and `top_p`, `top_k` and `min_p`, which it makes up for."
+        )
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    return trainer_class, args, model_args
+
+
+def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
+    """The run with one batch of at least so many completions of at most `length` tokens, and with other `settings`."""
+    size = min(args.per_device_train_batch_size, completions)
+    batches = -(-completions // size)
+    batches += batches * size % 2  # two completions for each prompt
+    wanted = {
+        "per_device_train_batch_size": size,
+        "generation_batch_size": None,
+        "steps_per_generation": batches,
+        "gradient_accumulation_steps": batches,
+        "num_generations": 2,
+        "num_iterations": 1,
+        "max_completion_length": min(args.max_completion_length or length, length),
+        # the rest has no part in the gap
+        "beta": 0.0,
+        "sync_ref_model": False,
+        "reward_weights": None,
+        "mask_truncated_completions": False,
+        "report_to": [],
+        "eval_strategy": "no",
+        "load_best_model_at_end": False,
+        "push_to_hub": False,
+        "vllm_enable_sleep_mode": False,
+        "vllm_max_model_length": min(args.vllm_max_model_length or _CONTEXT, _CONTEXT),
+        "rollout_dump_dir": None,
+        "rollout_diagnose": False,
+    }
+    eager = {"enforce_eager": True} if args.device.type == "cpu" else {}
+    engine = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs)
+    init = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
+    own = {name: value for name, value in settings.items() if name not in OF_VLLM}
+    wanted |= {**own, "rollout_engine_kwargs": {**eager, **(engine or {})} or None, "model_init_kwargs": init}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the run, and said when it was read
+        return dataclasses.replace(args, **wanted)
+
+
+class _Prepared(Exception):
+    """Raised when training begins."""
+
+
+class _StopBeforeTraining(TrainerCallback):
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
+        raise _Prepared
+
+
+class Probe:
+    """A trainer before its first step, whose first batch can be sampled and scored several times. `run`: without a probe."""
+
+    def __init__(self, trainer: Trainer, run: Config | None = None) -> None:
+        self.trainer, self.run = trainer, run or trainer.args
+        trainer.add_callback(_StopBeforeTraining())
+        with suppress(_Prepared):
+            trainer.train()
+        trainer.model_wrapped.train()
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        self.inputs = next(iter(trainer.get_train_dataloader()))
+        self.about = {"trainer": type(trainer).__name__, **trainer._metadata()}
+
+    def sample(self) -> list[Batch]:
+        """Push the weights and sample the first batch. Returns TRL's batches."""
+        trainer = self.trainer
+        trainer._last_loaded_step = -1
+        trainer._buffered_inputs = None
+        trainer._prepare_inputs(self.inputs)
+        return list(trainer._buffered_inputs)
+
+    def score(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Score batches as the loss does, `(B, T)` each."""
+        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            return [self.trainer._score_again(batch).float() for batch in batches]
+
+    def score_alone(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Score batches one sequence at a time, without padding."""
+        with self.trainer.compute_loss_context_manager():
+            return [self.trainer._score_alone(batch, most=len(batch["prompt_ids"])) for batch in batches]
+
+    def observe(self, batches: list[Batch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> DumpedTokens:
+        """Batches with log-probabilities of the trainer, `(B, T)` each, and those of single sequences, for a diagnosis."""
+        rows: list[dict[str, Any]] = []
+        for batch, ours, alone in zip(batches, logps, again, strict=True):
+            mask = self.trainer._loss_mask(batch).bool()
+            none = torch.zeros(len(mask))
+            columns = {
+                **{name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
+                **{"mask": mask, "keep": mask, "coefficients": mask.float()},
+                **{"reward": none, "advantage": none, "staleness": none},
+                **{"train_logps": ours, "rollout_logps": batch[ROLLOUT_LOGPS].float(), "again_logps": alone},
+            }
+            rows += [make_row(sequence, step=1) for sequence in on_host(columns)]
+        return DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.run), self.about)
+
+
+def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:
+    """
+    Sample, unless there are batches, and score the tokens with both sides, or without `scoring` with vLLM alone. Writes tokens
+    that were sampled.
+    """
+    trainer, first = probe.trainer, batches is None
+    batches = probe.sample() if batches is None else batches
+    scored, costs = {"sampled": [batch[ROLLOUT_LOGPS] for batch in batches]}, {}
+    if scoring:
+        start = time.perf_counter()
+        scored["as_it_is"] = probe.score(batches)
+        costs["trainer"] = time.perf_counter() - start
+    off = any(dropout_of(trainer._bare(trainer.model)))
+    with without_dropout(trainer.model_wrapped) if off else nullcontext():
+        if first and off:
+            scored["no_dropout"] = probe.score(batches)
+        if first:
+            rows = [split_tensor_dict(batch, len(batch["prompt_ids"])) for batch in batches]
+            scored["one_row"] = [torch.cat(probe.score(batch)) for batch in rows]
+        if scoring:
+            scored["alone"] = probe.score_alone(batches)
+    masks = [batch["completion_mask"].bool() for batch in batches]
+    logps = {
+        name: torch.cat([x[mask].float() for x, mask in zip(found, masks, strict=True)]).cpu().numpy()
+        for name, found in scored.items()
+    }
+    args, llm = trainer.args, trainer.vllm_generation.llm
+    if first:
+        torch.save(batches, output / "tokens.pt")
+        logps["pushed"], _ = of_sampler(llm, batches, args.temperature)
+        with torch.no_grad():
+            reload(llm.llm_engine.model_executor.driver_worker)  # the weights of the files
+        llm.reset_prefix_cache()
+    logps["sampler"], costs["sampler"] = of_sampler(llm, batches, args.temperature)
+    model = llm.llm_engine.vllm_config.model_config
+    # computed, because vLLM may keep packed weights elsewhere
+    of_vllm = trainer.model.num_parameters() * (1 if model.quantization else model.dtype.itemsize)
+    costs["weights"] = of_vllm + sum(x.nbytes for x in trainer.model.parameters())
+    facts = {
+        "costs": costs,
+        "observed": probe.observe(batches, scored["as_it_is"], scored["alone"]) if first else None,
+        "about": probe.about,
+        "device": args.device.type,
+        "options": [*distorting_options(probe.run)],
+        "engine_kwargs": probe.run.settings.rollout_engine_kwargs or {},
+        "attention": trainer.model.config._attn_implementation,
+    }
+    return Scored(logps, facts)
+
+
+def of_sampler(llm: Any, batches: Sequence[Batch], temperature: float) -> tuple[np.ndarray, float]:
+    """Log-probabilities of the tokens, `(N,)`, which the engine reads as a part of the prompt, and the seconds to go on."""
+    from vllm import SamplingParams
+
+    model = llm.llm_engine.model_executor.driver_worker.get_model()
+    plain = model.compute_logits
+    # vLLM divides the logits of sampled tokens by the temperature, but not those of given ones
+    model.compute_logits = lambda *args, **kwargs: plain(*args, **kwargs).float() / temperature
+    tokens = []
+    for batch in batches:
+        ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+        lengths = batch["completion_mask"].sum(1).tolist()
+        tokens += [(row[mask.bool()].tolist(), n) for row, mask, n in zip(ids, masks, lengths, strict=True)]
+    params, start = SamplingParams(prompt_logprobs=0, max_tokens=_LENGTH, ignore_eos=True), time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in tokens], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    del model.compute_logits
+    logps = [
+        given[token].logprob
+        for (ids, n), output in zip(tokens, outputs, strict=True)
+        for token, given in zip(ids[-n:], output.prompt_logprobs[-n:], strict=True)
+    ]
+    return np.array(logps, np.float32), seconds
+
+
+def build(request: Mapping[str, Any]) -> Probe:
+    """Build the trainer and the sampler of a request."""
+    trainer_class, run, model_args = read(request)
+    source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
+    args = shortened(run, request["completions"], request["length"], request["settings"])
+    if impl := request["settings"].get("vllm_model_impl"):
+        # refused in a run, because vLLM then breaks the forward pass of the trainer, but this process makes none
+        args.vllm_model_impl, args.check = impl, lambda: None  # type: ignore[method-assign]
+    n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+    lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
+    prompts: list[Any] = list(islice(cycle(filter(str.strip, lines)), n))
+    if tokenizer.chat_template is not None:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    trainer = trainer_class(
+        model=request["model"],
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    return Probe(trainer, run)
+
+
+def carry_out(request: Mapping[str, Any]) -> Scored:
+    """The answer to a request, which needs a process of its own."""
+    batches = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
+    scoring = batches is None or not request["settings"].keys() <= OF_VLLM
+    return run(build(request), Path(request["output"]), batches, scoring=scoring)

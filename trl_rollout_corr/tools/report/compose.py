@@ -1,0 +1,177 @@
+"""Composition of a page: from the facts about one run, or about two, to sections, cards, tables and charts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from ...messages import capitalized
+from ...settings.config import RolloutCorrectionConfig
+from ..analysis.recommend import recommend
+from ..diagnosis.text import detail, evidence, headline, remedy_for, sure
+from ..dump.sequences import Sequences
+from ..monitor.rule import Alarm
+from ..text import number, percent, steps, yaml_lines
+from .examples import choose_completions
+from .facts import Facts, state_of
+from .log_charts import main_numbers, more_trends, overview, rejected
+from .page import Banner, Card, Page, Section
+from .token_tables import Lost, concentration, find_lost, find_worst
+
+
+def compose(runs: Sequence[Facts]) -> Page:
+    """Compose the page of one run, or of two against each other."""
+    one = runs[0] if len(runs) == 1 else None
+    sequences = one.run.dump.sequences if one and one.run.dump else None
+    of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
+    lost = find_lost(sequences, one.run.config) if one and sequences else None
+    of_tokens = (
+        [*_tokens(sequences, lost), Section("worst", "The worst tokens", worst=find_worst(sequences))]
+        if sequences and lost
+        else []
+    )
+    of_settings = _settings(one) if one else _differences(runs)
+    sections = [_diagnosis(one), of_log[0], _findings(runs), of_settings, *of_log[1:], *of_tokens]
+    return Page(
+        f"Rollout report: {' against '.join(facts.name for facts in runs)}",
+        [_banner(facts)._replace(spot=concentration(lost, facts.run.config) if lost else "") for facts in runs],
+        [section for section in sections if section is not None],
+    )
+
+
+# Of one run or two --------------------------------------------------------------------------------------------------------
+
+
+def _banner(facts: Facts) -> Banner:
+    run = facts.run
+    about = [(name.capitalize(), value) for name, value in run.about.items() if value]
+    if not run.log.empty:
+        about.append(("Logged steps", f"{_span(run.log.index)}, {facts.windows}"))
+    if run.dump is not None:
+        sequences = run.dump.sequences
+        drawn = f"{int(sequences.sampled.sum()):,} drawn at random and {int(sequences.worst.sum()):,} as the worst"
+        about.append(("Dumped steps", f"{_span(sequences.step)}, in {run.dump.path.name}"))
+        about.append(
+            ("Sequences", f"{len(sequences):,}, {drawn}, with {int(sequences.mask.sum()):,} tokens of the loss")
+        )
+    title = f"{facts.letter}: {facts.name}" if facts.letter else ""
+    return Banner(title, *state_of(facts), main_numbers(run.log), about, run.damage)
+
+
+def _findings(runs: Sequence[Facts]) -> Section:
+    cards = []
+    for facts in runs:
+        cards += [_finding(finding, f"{facts.letter}{i}") for i, finding in enumerate(facts.findings, 1)]
+        if not facts.findings:
+            level, _, reason = state_of(facts)
+            cards.append(Card(f"{facts.letter}: {reason}" if facts.letter else reason, "", level))
+    return Section("findings", "Findings", cards=cards)
+
+
+def _finding(finding: Alarm, name: str) -> Card:
+    meta = f"{finding.bound}: `{finding.key}` {number(finding.value)}, {steps(finding.step, finding.last_step)}"
+    return Card(finding.seen, finding.why, finding.severity, name, finding.advice, meta=meta)
+
+
+def _differences(runs: Sequence[Facts]) -> Section | None:
+    """Settings that differ between two runs with a dump."""
+    settings = [(facts.name, _own(facts.run.config)) for facts in runs if facts.run.config]
+    if len(settings) < 2:
+        return None
+    (first, of_first), (second, of_second) = settings
+    rows = [
+        {
+            "setting": name,
+            first: yaml_lines({"": of_first.get(name)})[2:],
+            second: yaml_lines({"": of_second.get(name)})[2:],
+        }
+        for name in dict.fromkeys([*of_first, *of_second])
+        if of_first.get(name) != of_second.get(name)
+    ]
+    return Section("settings", "Settings that differ", table=pd.DataFrame(rows)) if rows else None
+
+
+def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """The preset of a run, and the fields that differ from it."""
+    fields = dataclasses.asdict(config.settings)
+    preset = fields["rollout_correction"]
+    alone = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset).settings)
+    left_out = ("rollout_monitor", "rollout_dump")
+    changed = {x: y for x, y in fields.items() if y != alone[x] and not x.startswith(left_out)}
+    return {"rollout_correction": preset, **changed}
+
+
+# Of one run ---------------------------------------------------------------------------------------------------------------
+
+
+def _diagnosis(facts: Facts | None) -> Section | None:
+    if facts is None or facts.diagnosis is None:
+        return None
+    diagnosis = facts.diagnosis
+    level = "healthy" if diagnosis.healthy else "warning"
+    cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), level)]
+    for finding in diagnosis.findings:
+        share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
+        remedy, settings = remedy_for(diagnosis, finding)
+        if diagnosis.expected:
+            remedy, settings = f"Nothing has to be done. A smaller gap is possible: {finding.cause.remedy}", {}
+        cards.append(
+            Card(
+                capitalized(finding.cause.title),
+                f"{capitalized(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
+                "" if diagnosis.expected or finding.cause.normal else "warning",
+                remedy=remedy,
+                yaml=yaml_lines(settings),
+            )
+        )
+    return Section("diagnosis", "Diagnosis", cards=cards)
+
+
+def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
+    """Sections about the tokens that the correction takes the gradient from."""
+    drawn = "completions that were drawn at random"
+    if not lost.drawn:
+        drawn = "completions, none of which was drawn at random, so that they do not represent the batch"
+    explained = (
+        f"The tables count {lost.completions:,} {drawn}. Each row is about one token of the vocabulary, and shows the last "
+        "place where it was counted. `Share of all` is its share of all tokens with this sign of the advantage. The "
+        "probabilities are means over the counted places."
+    )
+    text = f"{explained} {lost.text}".strip() if lost.tables else lost.text
+    of_single = (
+        "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its probabilities and "
+        "its factor on the policy gradient; the Tab key goes from one changed token to the next. A factor from 0.95 to 1.05 "
+        "counts as full. The completions that lost the most gradient come first: what the factor of each token lacks to 1 is "
+        "added up and multiplied by |advantage|. A long completion is shortened to the places where most was changed."
+    )
+    chosen = choose_completions(sequences)
+    return [
+        Section("lost", "Which tokens lose their gradient", text, lost=lost),
+        Section("completions", "Some completions, token by token", of_single, completions=chosen),
+    ]
+
+
+def _settings(facts: Facts) -> Section:
+    config = facts.run.config
+    if config is None:
+        text = "Set `rollout_dump_dir`, train some steps, and report on the folder of the run."
+        return Section(
+            "settings", "Settings to try", cards=[Card("A dump first", text, yaml="rollout_dump_dir: dump\n")]
+        )
+    text = "Settings of the run, except for the monitor and the dump."
+    best = recommend(config.settings, facts.findings, facts.diagnosis.size) if facts.diagnosis else None
+    if best is None or not best.settings:
+        text = text if best is None else f"{text} {best.reason}"
+        return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(config)))])
+    shows = "`trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
+    cards = [
+        Card("This run", text, yaml=yaml_lines(_own(config))),
+        Card("To try", f"{best.reason} {shows}", yaml=yaml_lines(best.settings)),
+    ]
+    return Section("settings", "Settings to try", cards=cards)
+
+
+def _span(of: Any) -> str:
+    first, last = int(min(of)), int(max(of))
+    return f"{first}" if first == last else f"{first} to {last}"

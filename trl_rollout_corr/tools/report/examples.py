@@ -1,0 +1,136 @@
+"""Single completions, and what the correction did to each of their tokens."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..dump.sequences import Sequences
+
+
+_LOST_MOST, _AT_RANDOM = 5, 5  # completions
+_SHOWN = 300  # tokens of a completion; of a longer one, the beginning, the end, and those around what was changed most
+_FIRST, _LAST, _AROUND = 40, 20, 8
+_PROMPT = 600  # characters: the end of a prompt has the question
+# Factors of the gradient between these count as full
+_FULL = (0.95, 1.05)
+# What the correction did to a token, by the name of its style
+EFFECTS = {
+    "full": "full gradient",
+    "reduced": "down-weighted",
+    "raised": "up-weighted",
+    "gone": "rejected",
+    "idle": "no gradient: advantage 0",
+    "outside": "not part of the loss",
+}
+
+
+class Piece(NamedTuple):
+    """A token, a run of tokens that are not part of the loss, or a run of tokens that is left out."""
+
+    text: str
+    effect: str  # a key of `EFFECTS`; empty for a run that is left out
+    position: int  # in the completion, from 1
+    train: float  # probability under the trainer
+    rollout: float  # and under the sampler
+    factor: float  # of the policy gradient
+    hidden: int = 0  # tokens of the run that is left out
+
+
+class Completion(NamedTuple):
+    """A completion, with its numbers."""
+
+    prompt: str  # its end
+    step: int
+    reward: float
+    advantage: float
+    age: float  # optimizer steps between the weights that sampled and those that train; NaN if unknown
+    sampled: bool  # whether it was drawn at random
+    tokens: int  # of the loss
+    counts: dict[str, int]  # tokens by effect
+    pieces: list[Piece]
+
+
+class Completions(NamedTuple):
+    """Completions that lost most of their gradient, and some drawn at random."""
+
+    lost_most: list[Completion]
+    at_random: list[Completion]
+
+
+def choose_completions(sequences: Sequences) -> Completions:
+    """
+    Choose about ten completions: those that lost the largest sum of `abs(advantage) * max(0, 1 - factor)` over their tokens,
+    and some drawn at random, always the same ones of a dump. Each has at least one token of the loss.
+    """
+    factor = np.nan_to_num(sequences.coefficients)
+    removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))
+    removed = removed * np.abs(np.nan_to_num(sequences.advantage))
+    most = np.argsort(-removed, kind="stable")[:_LOST_MOST]
+    most = most[removed[most] > 0]
+    others = sequences.represents & (sequences.sums(sequences.mask) > 0)
+    others[most] = False
+    candidates = np.flatnonzero(others)
+    drawn = np.random.default_rng(0).permutation(candidates)[:_AT_RANDOM]
+    lost_most, at_random = ([_completion(sequences, int(row)) for row in rows] for rows in (most, np.sort(drawn)))
+    return Completions(lost_most, at_random)
+
+
+def effects_of(sequences: Sequences, row: int) -> np.ndarray:
+    """The effect of the correction on each token of a sequence, keys of `EFFECTS`."""
+    here = sequences.slice(row)
+    factor, idle = sequences.coefficients[here], sequences.advantage[row] == 0
+    effects = np.where(factor < _FULL[0], "reduced", np.where(factor > _FULL[1], "raised", "full"))
+    effects = np.where(factor == 0, "gone", effects)
+    return np.where(sequences.mask[here], "idle" if idle else effects, "outside")
+
+
+def _completion(sequences: Sequences, row: int) -> Completion:
+    here, effects = sequences.slice(row), effects_of(sequences, row)
+    prompt = sequences.prompt(row)
+    names, counts = np.unique(effects, return_counts=True)
+    return Completion(
+        prompt if len(prompt) <= _PROMPT else f"\u2026{prompt[-_PROMPT:]}",
+        int(sequences.step[row]),
+        float(sequences.reward[row]),
+        float(sequences.advantage[row]),
+        float(sequences.staleness[row]),
+        bool(sequences.sampled[row]),
+        int(sequences.mask[here].sum()),
+        dict(zip(names.tolist(), counts.tolist(), strict=True)),
+        _pieces(sequences, row, effects),
+    )
+
+
+def _pieces(sequences: Sequences, row: int, effects: np.ndarray) -> list[Piece]:
+    """The tokens that are shown, and the runs between them."""
+    here = sequences.slice(row)
+    factor, ids = sequences.coefficients[here], sequences.token_ids[here]
+    train, rollout = (
+        np.exp(np.minimum(logps[here], 0.0)) for logps in (sequences.train_logps, sequences.rollout_logps)
+    )
+    pieces: list[Piece] = []
+    end = 0  # of the pieces so far
+    for i in np.flatnonzero(_shown(effects, factor)).tolist():
+        if i > end:
+            pieces.append(Piece("", "", end + 1, np.nan, np.nan, np.nan, hidden=i - end))
+        end, text = i + 1, sequences.text(row, i) or f"#{ids[i]} "
+        if effects[i] == "outside" and pieces and pieces[-1].effect == "outside":
+            pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + text)
+        else:
+            pieces.append(Piece(text, str(effects[i]), i + 1, float(train[i]), float(rollout[i]), float(factor[i])))
+    return pieces
+
+
+def _shown(effects: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Tokens of a completion that are shown."""
+    n = len(effects)
+    shown = np.ones(n, bool)
+    if n <= _SHOWN:
+        return shown
+    shown[_FIRST:-_LAST] = False
+    changed = np.flatnonzero(np.isin(effects, ("reduced", "raised", "gone")))
+    for i in changed[np.argsort(-np.abs(1.0 - factor[changed]), kind="stable")].tolist():
+        if shown.sum() >= _SHOWN - 2 * _AROUND:
+            break
+        shown[max(i - _AROUND, 0) : i + _AROUND + 1] = True
+    return shown

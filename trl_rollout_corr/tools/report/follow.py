@@ -1,0 +1,61 @@
+"""`report --follow`: the page of a run that goes on, written again every few seconds."""
+
+import html
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ..text import write_whole
+
+
+PAUSE = 5.0  # seconds between two pages
+_SHARE = 4  # times as long as a page took to build, no other one is built
+_HEAD = '<head>\n<meta http-equiv="refresh" content="5">'
+_EMPTY = "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<title>Rollout report</title>\n</head>\n<body><p>{}</p></body>\n</html>\n"
+
+
+def follow(build: Callable[[], str], output: Path, subject: str) -> str:
+    """
+    Write the page again and again until Ctrl-C, which writes it a last time, without what loads it again. `build` returns the
+    page. Its errors leave the page before in place: a file of the run may be half written. Returns the last line to print.
+    """
+    torch.set_num_threads(1)
+    with suppress(OSError, AttributeError):  # as on Windows, which has no such thing
+        os.nice(10)  # the run comes first
+    page, said = "", ""
+    try:
+        _say(f"{output} follows {subject}. Ctrl-C ends it.")
+        while True:
+            start = time.monotonic()
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a page names damaged parts itself
+                    page, problem = build(), ""
+            except Exception as error:
+                problem = f"Waiting for {subject}: {' '.join(str(error).split())}"
+            if problem not in ("", said):
+                _say(problem)
+            said = problem
+            shown = page or _EMPTY.format(html.escape(problem))
+            with suppress(OSError):  # as of a full disk: the next page is tried again
+                _write(output, shown.replace("<head>", _HEAD, 1))
+            time.sleep(max(PAUSE, _SHARE * (time.monotonic() - start)))
+    except KeyboardInterrupt:
+        if page:
+            _write(output, page)
+        return f"{output} is {'up to date' if page else 'empty: there was nothing to show'}.\n"
+
+
+def _write(output: Path, page: str) -> None:
+    write_whole(output, lambda file: file.write(page.encode()))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,41 @@
+"""A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
+
+import math
+
+from jinja2 import Environment, PackageLoader
+
+from ...messages import __version__
+from ..text import number
+from .drawing import COLORS, svg
+from .examples import EFFECTS
+from .page import Page
+from .token_tables import percent_of
+
+
+# Lower ends of |d| for the three shades of a token
+SHADES = (0.1, 0.5, 2.0)
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    environment = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(cell=_cell, number=number, shade=_shade, share=percent_of, svg=svg)
+    template = environment.get_template("page.html")
+    return (
+        template.render(page=page, colors=COLORS, shades=SHADES, effects=EFFECTS, version=__version__).strip() + "\n"
+    )
+
+
+def _cell(value: str | float | None) -> str:
+    """Text or a number in a table."""
+    if isinstance(value, str):
+        return value
+    return "-" if value is None or math.isnan(value) else number(value, 4)
+
+
+def _shade(d: float) -> str:
+    """The class of the colour of a token; empty if its log-ratio is small."""
+    if not math.isfinite(d):
+        return "broken"
+    level = sum(abs(d) >= bound for bound in SHADES)
+    return f"{'u' if d > 0 else 'd'}{level}" if level else ""

@@ -1,0 +1,204 @@
+"""Sections about the log of a run, or of two runs against each other: metrics over optimizer steps, and who is rejected."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ...messages import PREFIX
+from ..monitor.bands import HEALTHY, in_words
+from ..text import number, percent
+from .facts import Facts, is_healthy
+from .page import Card, Chart, Curve, Section
+
+
+class Trend(NamedTuple):
+    """
+    A chart of metrics: its title, and labels by metric. The first metric has the healthy band; the others are its parts.
+    """
+
+    title: str
+    metrics: Mapping[str, str]
+    log: bool = False
+
+
+# Without the prefix of their keys
+OVERVIEW = {
+    "k3-kl": Trend(
+        "Gap (k3_kl), nats per token",
+        {"k3_kl": "all", "engine_k3_kl": "engine", "update_k3_kl": "updates since"},
+        log=True,
+    ),
+    "rejected": Trend("Share of tokens rejected", {"rollout_rs_masked_fraction": "share"}),
+    "sample-size": Trend("Effective sample size of the importance weights", {"rollout_is_eff_sample_size": "share"}),
+    "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
+    "reward": Trend("Reward", {"reward": "reward"}),
+}
+MORE = {
+    "kl-rewarded": Trend("KL divergence over tokens with a positive advantage", {"kl_advantage_positive": "positive"}),
+    "k3-kl-by-turn": Trend(
+        "Gap by turn (k3_kl), nats per token",
+        {"turn_first/k3_kl": "first", "turn_last/k3_kl": "last", "turn_start/k3_kl": "start of later turns"},
+        log=True,
+    ),
+    "mean-weight": Trend("Mean importance weight", {"rollout_is_mean": "mean"}),
+    "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
+}
+_LAST = 10  # windows of which a main number is the mean: as many, or a tenth of the run if that is more
+POINTS = 250  # per curve; more cannot be told apart
+_NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
+COLORS = ("line", "second", "third")
+
+
+def draw_trends(
+    trends: Mapping[str, Trend],
+    logs: Mapping[str, pd.DataFrame],
+    colors: Sequence[str] = COLORS,
+    alarms: Sequence[tuple[int, str]] = (),
+) -> list[Chart]:
+    """
+    Charts of the metrics that were logged, over optimizer steps. Of one run every metric of a chart is drawn, of two the first
+    of each.
+    """
+    charts = (_chart(name, trend, logs, colors, alarms) for name, trend in trends.items())
+    return [chart for chart in charts if chart is not None]
+
+
+def _chart(
+    name: str, trend: Trend, logs: Mapping[str, pd.DataFrame], colors: Sequence[str], alarms: Sequence[tuple[int, str]]
+) -> Chart | None:
+    values = _logged(trend, logs)
+    if values.empty:
+        return None
+    first, *others = values.columns
+    same = [label for label in others if len(logs) == 1 and np.allclose(values[label], values[first], equal_nan=True)]
+    windows = _in_windows(values.drop(columns=same))  # what equals the first curve would hide it
+    means = windows.xs("mean", axis=1, level=1)
+    metric = next(iter(trend.metrics))
+    log = trend.log and bool(windows.min(axis=None) > 0)
+    names = {label: f"{label} " if means.shape[1] > 1 else "" for label in means}
+    note = f"{'; '.join(f'{names[label]}{_ends(means[label])}' for label in means)}."
+    note += f" Healthy: {in_words(metric)}." if metric in HEALTHY else ""
+    note += "".join(f" {label.capitalize()}: the same curve." for label in same)
+    shown = windows.clip(lower=min(_NOISE, windows.max(axis=None))) if log else windows
+    color = dict(zip(logs if len(logs) > 1 else trend.metrics.values(), colors, strict=False))
+    curves = [  # a part of the first curve is dashed, so that both are seen
+        Curve(names[label].strip(), shown[label], color[label], dashed=i > 0 and len(logs) == 1)
+        for i, label in enumerate(means)
+    ]
+    steps = [step for of_run in logs.values() for step in of_run.index]
+    room = (max(steps) - min(steps)) / 50 or 0.5
+    table = means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index()
+    ends = (min(steps) - room, max(steps) + room)  # the same in every chart
+    return Chart(name, trend.title, note, ends, log, curves, table, HEALTHY.get(metric, (None, None)), alarms)
+
+
+def _logged(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """A column for each curve that has values, with optimizer steps as index."""
+    if len(logs) == 1:
+        columns = [(label, metric, log) for log in logs.values() for metric, label in trend.metrics.items()]
+    else:
+        columns = [(name, next(iter(trend.metrics)), log) for name, log in logs.items()]
+    logged = {label: log[_key(metric)] for label, metric, log in columns if _key(metric) in log}
+    values = pd.DataFrame(logged).sort_index().replace([np.inf, -np.inf], np.nan)
+    return values.dropna(how="all").dropna(how="all", axis=1)
+
+
+def _in_windows(values: pd.DataFrame) -> pd.DataFrame:
+    """Columns `mean`, `min` and `max` of each curve, over at most `POINTS` windows of steps."""
+    window = np.arange(len(values)) // -(-len(values) // POINTS)
+    steps = pd.Series(values.index, dtype=float).groupby(window).mean()
+    return values.groupby(window).agg(["mean", "min", "max"]).set_axis(steps)
+
+
+def _ends(values: pd.Series) -> str:
+    """The first and the last value of a curve, with their steps."""
+    values = values.dropna()
+    ends = (f"{number(float(values.iloc[i]))} at step {number(round(values.index[i]))}" for i in (0, -1))
+    return ", ".join(dict.fromkeys(ends))
+
+
+def _key(metric: str) -> str:
+    return metric if metric == "reward" else PREFIX + metric
+
+
+def main_numbers(log: pd.DataFrame) -> list[Card]:
+    """The four main numbers of a run, with their first values and healthy bands; none without a log."""
+    name = "sample-size" if _key("rollout_is_eff_sample_size") in log else "effective-lr"
+    return [] if log.empty else [_main_number(OVERVIEW[key], log) for key in ("k3-kl", name, "rejected", "reward")]
+
+
+def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
+    metric = next(iter(trend.metrics))
+    values = log.get(_key(metric), pd.Series(dtype=float)).replace([np.inf, -np.inf], np.nan).dropna()
+    if values.empty:
+        return Card(f"{trend.title}: -", "not logged")
+    n = max(min(_LAST, len(values) // 2), len(values) // _LAST, 1)
+    first, last = float(values[:n].mean()), float(values[-n:].mean())
+    notes = [f"at first {number(first)}"] if len(values) > 1 else []
+    level = ""
+    if metric in HEALTHY:
+        notes.append(f"healthy: {in_words(metric)}")
+        level = "healthy" if is_healthy(metric, last) else "warning"
+    return Card(f"{trend.title}: {number(last)}", ", ".join(notes), level)
+
+
+def overview(runs: Sequence[Facts]) -> Section:
+    """The main charts, of one run or two."""
+    alarms = sorted((alarm for facts in runs for alarm in facts.alarms), key=lambda alarm: alarm[:2])
+    where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
+    text = "Healthy values are shaded green. "
+    text += (
+        f"Dashed red lines mark the first alarms. They have the numbers of the findings: {where}."
+        if alarms
+        else "No alarm was raised."
+    )
+    if any(len(facts.run.log) > POINTS for facts in runs):
+        text += (
+            " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
+        )
+    logs = {facts.name: facts.run.log for facts in runs}
+    charts = draw_trends(OVERVIEW, logs, _colors(runs), [(step, name) for step, name, _ in alarms])
+    return Section("overview", "What happened", text if charts else "", charts=charts)
+
+
+def _colors(runs: Sequence[Facts]) -> Sequence[str]:
+    """Colours of curves: a run without correction has the second one, here and in the picture of any other run beside it."""
+    corrects = [facts.run.config is None or facts.run.config.settings.corrects for facts in runs]
+    swap = not corrects[0] and corrects.count(False) < 2
+    return ("second", "line", "third") if swap else COLORS
+
+
+def more_trends(facts: Facts) -> Section | None:
+    """Charts of the other metrics."""
+    charts = draw_trends(MORE, {"": facts.run.log}, _colors([facts]))
+    return Section("trends", "More trends", charts=charts) if charts else None
+
+
+# Who is rejected ----------------------------------------------------------------------------------------------------------
+
+
+def rejected(facts: Facts) -> Section | None:
+    """The shares of tokens that are rejected and down-weighted, by criterion and by the sign of the advantage."""
+    log, config = facts.run.log, facts.run.config
+    means = log.replace([np.inf, -np.inf], np.nan).mean().dropna()
+    criteria = config.settings.criteria if config else ()
+    words = {f"rollout_rs_{c.name}_masked_fraction": f"rejected by {c.name}" for c in criteria}
+    for measure, done in (("rejected", "rejected"), ("downweighted", "down-weighted")):
+        for sign in ("positive", "negative"):
+            words[f"{measure}/advantage_{sign}"] = f"{done}, of those with a {sign} advantage"
+    rows = [(text, percent(float(means[_key(key)]))) for key, text in words.items() if _key(key) in means]
+    parts = []
+    elsewhere, dropped = (float(means.get(_key(f"{name}/reward_mean"), math.nan)) for name in ("kept", "rejected"))
+    if math.isfinite(elsewhere + dropped):
+        where = f"{number(dropped)} where a completion is rejected as a whole, and {number(elsewhere)} elsewhere"
+        parts.append(f"The mean reward is {where}.")
+    if rows:
+        parts.append(
+            "The table has means of the logged shares. Down-weighted is the mean of max(0, 1 - factor on the gradient), where "
+            "a rejected token counts as 0."
+        )
+    table = pd.DataFrame(rows, columns=["tokens", "share"]) if rows else None
+    return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None

@@ -1,0 +1,253 @@
+"""Tables of tokens by text: the worst, and those that the correction rejects."""
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ...settings.config import RolloutCorrectionConfig
+from ..dump.sequences import Sequences
+from ..text import number, percent
+
+
+_ROWS = 12  # of a table of lost tokens
+_WORST = 20  # rows of the table of the worst tokens
+# Of the furthest tokens, those with the same text are one row: a percent of all, within these limits
+_AMONG = (200, 2000)
+_PER_COMPLETION = 3  # rows, so that one broken completion does not hide the others
+_AROUND = 6  # tokens of context on either side
+# The page begins with the texts that account for most rejections. There are at most so many of them, and together they have at
+# least this share. The share of each is so many times its share of all tokens, which a frequent text cannot reach, and it is
+# rejected in so many completions, so that one broken completion does not count. Fewer rejected tokens prove nothing.
+# `tests/test_lost_tokens.py` draws such tables at random.
+_FEW, _MOST, _TIMES, _COMPLETIONS, _TOKENS = 5, 0.5, 3.0, 5, 30
+
+
+class Example(NamedTuple):
+    """The text of a token in its place."""
+
+    text: str
+    before: str
+    after: str
+
+
+class Token(NamedTuple):
+    """A token of the worst, and its numbers in the dump."""
+
+    example: Example
+    d: float  # NaN or infinite for a token without a log-probability
+    times: int  # tokens among the furthest with the same text and sign of d
+    train: float  # probability under the trainer
+    rollout: float  # and under the sampler
+    step: int
+    position: int  # in the completion, from 1
+    kept: bool
+
+
+class Worst(NamedTuple):
+    """The worst tokens of a dump."""
+
+    tokens: list[Token]  # one of each text and sign of d: those without a finite log-ratio first, then the furthest
+    among: int  # tokens among which they were looked for
+    broken: int  # tokens of the loss without a finite log-ratio
+
+
+class LostText(NamedTuple):
+    """Tokens of one text and one sign of the advantage, all of which are rejected."""
+
+    example: Example
+    times: int
+    completions: int  # with such a token
+    share: float  # of all rejected tokens of this sign
+    occurs: float  # the text's share of all tokens of this sign
+    train: float  # mean probability under the trainer
+    rollout: float  # and under the sampler
+
+
+class LostTable(NamedTuple):
+    """The texts that are rejected most, the most frequent first, and the numbers that their shares refer to."""
+
+    sign: str  # of the advantage: positive or negative
+    rejected: int  # tokens
+    tokens: int  # of this sign
+    completions: int  # with a rejected token
+    rows: list[LostText]
+
+
+class Lost(NamedTuple):
+    """The tables of a dump. All of them count the sequences that represent the batch."""
+
+    tables: list[LostTable]
+    text: str  # what the tables mean under the settings of the run
+    completions: int  # sequences that were counted
+    drawn: bool  # whether they were drawn at random
+
+
+def _example(sequences: Sequences, index: int) -> Example:
+    """The token at an index of all tokens, with those around it."""
+    row = int(sequences.row[index])
+    place, n = index - int(sequences.starts[row]), int(sequences.lengths[row])
+    before, after = range(max(place - _AROUND, 0), place), range(place + 1, min(place + 1 + _AROUND, n))
+    around = ("".join(sequences.text(row, i) for i in places) for places in (before, after))
+    return Example(sequences.text(row, place), *around)
+
+
+# The worst ----------------------------------------------------------------------------------------------------------------
+
+
+def find_worst(sequences: Sequences) -> Worst:
+    """The worst tokens of a dump."""
+    size = np.where(sequences.mask, np.nan_to_num(np.abs(sequences.log_ratio), nan=np.inf), 0.0)
+    among = min(int(np.clip(len(size) // 100, *_AMONG)), len(size))
+    furthest = np.argsort(-size, kind="stable")[:among]
+    furthest = furthest[size[furthest] > 0]
+    signs = np.where(sequences.broken, 0.0, np.sign(sequences.log_ratio))
+    chosen: dict[tuple[str, float], int] = {}
+    times: Counter[tuple[str, float]] = Counter()
+    of_row: Counter[int] = Counter()
+    for i, row in zip(furthest.tolist(), sequences.row[furthest].tolist(), strict=True):
+        key = sequences.text(row, i - int(sequences.starts[row])), float(signs[i])
+        times[key] += 1
+        if key not in chosen and len(chosen) < _WORST and of_row[row] < _PER_COMPLETION:
+            of_row[row] += 1
+            chosen[key] = i
+    tokens = [_worst(sequences, i, times[key]) for key, i in chosen.items()]
+    return Worst(tokens, len(furthest), int(sequences.broken.sum()))
+
+
+def _worst(sequences: Sequences, i: int, times: int) -> Token:
+    row = int(sequences.row[i])
+    return Token(
+        _example(sequences, i),
+        float(sequences.log_ratio[i]),
+        times,
+        math.exp(min(sequences.train_logps[i], 60.0)),
+        math.exp(min(sequences.rollout_logps[i], 60.0)),
+        int(sequences.step[row]),
+        i - int(sequences.starts[row]) + 1,
+        bool(sequences.keep[i]),
+    )
+
+
+# Those that lose their gradient -------------------------------------------------------------------------------------------
+
+
+def find_lost(sequences: Sequences, config: RolloutCorrectionConfig | None) -> Lost:
+    """Find the tokens that lose their gradient under the settings of a run."""
+    advantage = np.nan_to_num(sequences.advantage)[sequences.row]
+    tables = [
+        table
+        for sign, of_sign in (("positive", advantage > 0), ("negative", advantage < 0))
+        if (table := _table(sequences, sign, sequences.counted & of_sign))
+    ]
+    notes = [] if tables else ["No token with an advantage other than 0 is rejected in these completions."]
+    if config is not None and config.settings.rollout_metrics_only:
+        notes.append("The run only measures (`rollout_metrics_only`): these tokens would have been rejected.")
+    criteria = config.settings.criteria if config else ()
+    if criteria and all(criterion.unit != "token" for criterion in criteria):
+        notes.append(
+            "The criteria judge whole completions or turns, so a text is rejected together with the text around it."
+        )
+    return Lost(tables, " ".join(notes), int(sequences.represents.sum()), bool(sequences.sampled.any()))
+
+
+def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | None:
+    """The table of the rejected tokens among those of a sign; `None` without any."""
+    places = np.flatnonzero(here & (sequences.coefficients == 0))
+    if not places.size:
+        return None
+    all_ids = sequences.token_ids[here]
+    tokens = pd.DataFrame({"token": sequences.token_ids[places], "place": places, "row": sequences.row[places]})
+    for name, logps in (("train", sequences.train_logps), ("rollout", sequences.rollout_logps)):
+        tokens[name] = np.exp(np.minimum(logps[places], 0.0)).astype(float)
+    texts = tokens.groupby("token").agg(
+        times=("place", "size"),
+        last=("place", "last"),  # in order of steps: the example
+        completions=("row", "nunique"),
+        train=("train", "mean"),
+        rollout=("rollout", "mean"),
+    )
+    rows = []
+    for text in texts.nlargest(_ROWS, "times").itertuples():
+        example = _example(sequences, text.last)
+        example = example._replace(text=example.text or f"#{text.Index}")
+        share, occurs = text.times / len(places), np.count_nonzero(all_ids == text.Index) / len(all_ids)
+        rows.append(LostText(example, text.times, text.completions, share, occurs, text.train, text.rollout))
+    return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows)
+
+
+# Texts that account for most ----------------------------------------------------------------------------------------------
+
+
+def concentration(lost: Lost, config: RolloutCorrectionConfig | None) -> str:
+    """Sentences about a few texts that account for most rejections, and a remedy; empty without such texts."""
+    if not lost.drawn:
+        return ""
+    found = [(table, rows) for table in lost.tables if (rows := few_texts(table))]
+    return " ".join(_sentences(table, rows, config, lost.completions) for table, rows in found)
+
+
+def few_texts(table: LostTable) -> list[LostText]:
+    """The fewest texts with most of the rejections of a table, none of which is merely frequent; empty without such texts."""
+    if table.rejected < _TOKENS:
+        return []
+    rows = [row for row in table.rows if row.share >= _TIMES * row.occurs and row.completions >= _COMPLETIONS][:_FEW]
+    shares = np.cumsum([row.share for row in rows])
+    enough = np.flatnonzero(shares >= _MOST)
+    return rows[: int(enough[0]) + 1] if enough.size else []
+
+
+def _sentences(
+    table: LostTable, rows: list[LostText], config: RolloutCorrectionConfig | None, completions: int
+) -> str:
+    positive = table.sign == "positive"
+    of_all, occurs = sum(row.share for row in rows), sum(row.occurs for row in rows)
+    times = [row.times for row in rows]
+    train, rollout = (
+        float(np.average(means, weights=times))
+        for means in ([row.train for row in rows], [row.rollout for row in rows])
+    )
+    names = [f"`{in_line(row.example.text)}`" for row in rows]
+    texts = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    parts = [
+        f"{percent(round(of_all, 2))} of the {table.rejected:,} rejected tokens with a {table.sign} advantage are {texts}, "
+        f"but only {percent(round(occurs, 3))} of all tokens with such an advantage ({completions:,} completions)."
+    ]
+    moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
+    if (train > rollout) == positive:
+        parts.append(
+            f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
+            "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows learning."
+        )
+        learn = "belong to a format that has to be learned" if positive else "have to be unlearned faster"
+        remedy = f"{_wider(config, positive)}push the model weights to the sampler more often"
+        parts.append(f"If they {learn}, {remedy}.")
+    else:
+        parts.append(
+            f"Their mean probability went {moved}, against the advantage: the trainer finds them "
+            f"{'less' if positive else 'more'} likely than the sampler did, although their completions were "
+            f"{'better' if positive else 'worse'} than average. Look for the cause with `trl-rollout-corr diagnose` "
+            "before you change a bound."
+        )
+    return " ".join(parts)
+
+
+def _wider(config: RolloutCorrectionConfig | None, positive: bool) -> str:
+    """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
+    for criterion in config.settings.criteria if config else ():
+        if criterion.directed:
+            bound = criterion.upper if positive else -criterion.lower
+            return f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(bound)}), or "
+    return "widen `rollout_rs_threshold`, or " if config and config.settings.criteria else ""
+
+
+def in_line(text: str) -> str:
+    """The text of a token inside a sentence, where its spaces and line ends are seen, and backticks do not mean code."""
+    return text.replace("`", "\u02cb").replace("\n", "\u21b5").replace(" ", "\u2423")
+
+
+def percent_of(share: float) -> str:
+    """A share in a table, in percent."""
+    return percent(round(share, 3))

@@ -1,0 +1,1 @@
+"""Settings of other systems, and files of settings, translated to fields of the configuration."""

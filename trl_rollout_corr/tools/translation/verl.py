@@ -1,0 +1,208 @@
+"""
+Settings of verl, translated to fields of [`RolloutCorrectionConfig`] by `from_verl`.
+
+A setting without an exact counterpart gives a warning. An unknown key, and a value
+that cannot be translated, are a `ValueError`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ...messages import SettingError, warn, warn_idle
+from ...settings.criteria import FIRST_NAMES
+from ...settings.of_trl import OFF, read_keys, read_value
+from ...settings.thresholds import TRUTH, parse_number, parse_rejection_thresholds, parse_truth, parse_weight_threshold
+
+
+# Names of verl, as data -----------------------------------------------------------------------------------------------
+
+# Today's keys of verl's section, then those of its first version, then one that verl had for some weeks
+VERL_KEYS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "bypass_mode",
+    "loss_type",
+    "rollout_rs_threshold_lower",
+    "rollout_token_veto_threshold",
+    "bypass_old_logprob_for_rollout",
+    "use_pure_rollout_correction",
+    "use_policy_gradient",
+)
+# Keys of verl's first releases and their defaults, beside `rollout_is` (true or false) and `rollout_is_threshold`
+FIRST_KEYS = {
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_threshold_lower": None,
+    "rollout_is_veto_threshold": None,
+}
+_INF = float("inf")
+_GEO_VETO = {"rollout_correction": "decoupled_geo_rs", "rollout_rs": ["seq_mean_k1", "seq_max_k1"]}
+# Presets of the section's first version in today's names, with the fields that differ
+FIRST_PRESETS: dict[str, dict[str, Any]] = {
+    "token_is": {"rollout_correction": "decoupled_token_is"},
+    "token_tis": {"rollout_correction": "decoupled_token_is"},
+    "seq_is": {"rollout_correction": "decoupled_seq_is"},
+    "seq_is_rs": {"rollout_correction": "decoupled_seq_is_rs"},
+    "seq_mis": {"rollout_correction": "decoupled_seq_is_rs", "rollout_rs_threshold": [[0.0, 2.0]]},
+    "geo_rs": {**_GEO_VETO, "rollout_rs_threshold": [[1 / 1.001, 1.001], [1e-4, _INF]]},
+    "geo_mis": {**_GEO_VETO, "rollout_rs_threshold": [[0.999, 1.001], [1e-4, _INF]]},
+    # The weights were only reported: PPO clipping around the sampler is the correction
+    "ppo_is_bypass": {"rollout_correction": "bypass_ppo_clip", "rollout_is": "token", "rollout_is_threshold": 2.0},
+    "pure_is": {"rollout_correction": "bypass_pg_is"},
+}
+# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
+_INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
+# Loss of bypass mode in the first version of the section, and in its next one
+_PURE = ("use_pure_rollout_correction", "use_policy_gradient")
+NOT_SET = object()
+
+
+# verl -----------------------------------------------------------------------------------------------------------------
+
+
+def from_verl(section: object) -> dict[str, Any]:
+    """Fields for the `rollout_correction` section of verl: its keys of today or of its first releases, a preset, or null."""
+    if isinstance(section, str):
+        section = TRUTH.get(section.strip().lower(), read_value(section, "rollout_correction"))
+    if section is None or section is False:
+        return dict(OFF)
+    if isinstance(section, str):
+        return dict(FIRST_PRESETS.get(section) or {"rollout_correction": section})
+    if not isinstance(section, Mapping):
+        raise SettingError("rollout_correction", section, allowed="a section, the name of a preset, or null")
+    if is_first(section):
+        return _from_first(section)
+    settings = read_keys(section, VERL_KEYS, "a verl `rollout_correction` section")
+    for name, needed in (("rollout_is_threshold", "rollout_is"), ("rollout_rs_threshold", "rollout_rs")):
+        if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # 2.0 stands beside null
+            warn_idle(name, settings[name], f"`{needed}` is not set")
+    fields = {**_verl_weights(settings), **_verl_rejection(settings)}
+    pure = any(settings.get(name) for name in _PURE)
+    loss = settings.get("loss_type", "ppo_clip")
+    if settings.get("bypass_mode") or settings.get("bypass_old_logprob_for_rollout"):
+        return {**fields, "bypass_mode": True, "rollout_loss_type": "reinforce" if pure else loss or "ppo_clip"}
+    for name in ("loss_type", *_PURE):
+        if settings.get(name) not in ("ppo_clip", None, False):
+            warn_idle(name, settings[name], "`bypass_mode` is False")
+    return fields
+
+
+def is_first(section: Mapping[str, object]) -> bool:
+    """`True` for keys of verl's first releases, of which a truth value of `rollout_is` is one."""
+    value = section.get("rollout_is")
+    return any(key in section for key in FIRST_KEYS) or str(value).strip().lower() in TRUTH
+
+
+def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
+    """Fields for the flat keys of verl's first releases, with which everything was off without a threshold."""
+    # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the mask. With TRL's
+    # denominators, which a rejected token does not leave, the two are the same.
+    keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
+    settings = {**FIRST_KEYS, **read_keys(section, keys, "the `rollout_is*` keys of verl's first releases")}
+    given = settings.get("rollout_is")
+    applies = settings["rollout_is"] = given is not None and parse_truth(given, "rollout_is")
+    upper, lower = settings.get("rollout_is_threshold"), settings["rollout_is_threshold_lower"]
+    if upper is None:
+        return dict(OFF)
+    upper = parse_number(upper, "rollout_is_threshold")
+    level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
+    if level not in [*FIRST_NAMES]:  # a list has no hash
+        raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
+    criteria, thresholds = [], []
+    if mode in ("mask", "clip"):
+        criteria = [FIRST_NAMES[level]]
+        thresholds = parse_rejection_thresholds([[1 / upper if lower is None else lower, upper]], criteria)
+    elif mode != "truncate":
+        raise SettingError("rollout_is_mode", mode, allowed="'truncate', 'mask' or 'clip'")
+    elif lower is not None:
+        warn_idle("rollout_is_threshold_lower", lower, "`rollout_is_mode` is 'truncate'")
+    fields: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(upper)}
+    fields |= _rejection(criteria, thresholds, settings, "rollout_is_veto_threshold")
+    return fields if applies else {**fields, "rollout_metrics_only": True}
+
+
+def _rejection(criteria: list[str], thresholds: list, settings: Mapping[str, object], veto: str) -> dict[str, Any]:
+    """Fields of rejection. A veto rejects a completion if the ratio of any of its tokens is below its threshold."""
+    if settings.get(veto) is not None:
+        criteria = [*criteria, "seq_max_k1"]
+        thresholds = [*thresholds, [parse_number(settings[veto], veto), _INF]]
+    return {"rollout_rs": criteria, "rollout_rs_threshold": thresholds} if criteria else {}
+
+
+def _verl_weights(settings: dict[str, Any]) -> dict[str, Any]:
+    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold", 2.0)
+    if level is None or threshold is None:
+        if level is not None:
+            message = (
+                "`rollout_is_threshold` is null, which makes verl compute no weights: `rollout_is` is set to None."
+            )
+            warn(message, "rollout_is_threshold")
+        return {"rollout_is": None}
+    normalize = {"rollout_is_batch_normalize": True} if settings.get("rollout_is_batch_normalize") else {}
+    return {"rollout_is": level, "rollout_is_threshold": parse_weight_threshold(threshold), **normalize}
+
+
+def _verl_rejection(settings: dict[str, Any]) -> dict[str, Any]:
+    names = settings.get("rollout_rs")
+    criteria: list[str] = []
+    thresholds: list[Any] = []
+    if names is not None:
+        names = names.strip("[]").split(",") if isinstance(names, str) else names
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            remedy = "Write the names in one list, such as `rollout_rs: [token_k1]`, without a list in it."
+            raise SettingError("rollout_rs", names, allowed="a list of names", remedy=remedy)
+        names = list(dict.fromkeys(name.strip(" '\"") for name in names if name.strip()))  # verl drops repeated names
+        criteria = [FIRST_NAMES.get(name, name) for name in names]
+        thresholds = _verl_thresholds(settings, names, criteria)
+    return _rejection(criteria, thresholds, settings, "rollout_token_veto_threshold")
+
+
+def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[str]) -> list[Any]:
+    threshold, lower = settings.get("rollout_rs_threshold"), settings.get("rollout_rs_threshold_lower")
+    if threshold is None:
+        remedy = "verl refuses this as well; set the threshold."
+        raise SettingError("rollout_rs", criteria, "but `rollout_rs_threshold` is not set", remedy=remedy)
+    if lower is not None:
+        return parse_rejection_thresholds([[lower, threshold]], criteria)
+    entries = parse_rejection_thresholds(threshold, criteria)
+    return [_inverted(entry, name) if name in _INVERTED else entry for entry, name in zip(entries, names, strict=True)]
+
+
+def _inverted(bounds: Any, name: str) -> list[float]:
+    """Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens."""
+    lower, upper = bounds
+    if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0, so such bounds are on the ratio
+        return [lower, upper]
+    inverted = [1 / upper, 1 / lower]
+    warn(
+        f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
+        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and the translated configuration has these bounds. If you meant ratios in "
+        f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
+        "rollout_rs_threshold",
+    )
+    return inverted
+
+
+def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object]]:
+    """The section of verl among settings with dotted names, `NOT_SET` if there is none, and all other settings."""
+    whole: object = NOT_SET
+    section: dict[str, object] = {}
+    others: dict[str, object] = {}
+    keys = [*VERL_KEYS, *FIRST_KEYS]
+    names = [*keys, *(f"algorithm.rollout_correction.{key}" for key in keys)]
+    for name, value in settings.items():
+        inside = name.removeprefix("algorithm.")
+        key = inside.removeprefix("rollout_correction.")
+        if inside == "rollout_correction":
+            whole = value
+        elif key in keys or key != inside:
+            section[key] = value
+        elif near := difflib.get_close_matches(name, names, 1, 0.85):
+            raise SettingError(name, value, "which verl does not have", remedy=f"Did you mean `{near[0]}`?")
+        else:
+            others[name] = value
+    return section or whole, others
