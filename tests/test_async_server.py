@@ -233,14 +233,14 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
 def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
     """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
     from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
-    from trl_rollout_corr.tools.arrival import pushes
+    from trl_rollout_corr.tools.arrival import push_checks
 
     transfer_class = parts_for_a_cpu().DiskWeightTransfer
     load = transfer_class._load
     if lost != "nothing":
         monkeypatch.setattr(transfer_class, "_load", lambda self, x: load(self, x) if self._version == 1 else None)
     if lost == "pushes that cannot be read":
-        monkeypatch.setattr(pushes, "has_extension", lambda config: False)
+        monkeypatch.setattr(push_checks, "has_extension", lambda config: False)
     with serving(chat_model, tmp_path / "server.log", *LIMITS, **SERVER) as url:
         monkeypatch.setattr(PushesToServer, "server", url)  # samples come from this process
         transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")

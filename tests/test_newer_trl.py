@@ -17,8 +17,9 @@ from tests.editing import copy_trl
 from tests.launching import ROOT, run
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, assert_same_steps, build, losses, micro_batches
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, check
+from trl_rollout_corr import RolloutCorrectedGRPOConfig
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.tools import check
 from trl_rollout_corr.trainers import trl_interface, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Version, without_trl_correction
 

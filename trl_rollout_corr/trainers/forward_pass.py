@@ -31,7 +31,7 @@ training goes like this:
 A push of weights to a server, which comes at the beginning of step 2, may score a batch of the past again: that is a
 [`Rescoring`] too.
 
-Replays of the sampler's choices ([`~trl_rollout_corr.tools.replay.choices.Replays`]) ask the pass for the choices that belong to
+Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replay.Replay`]) ask the pass for the choices that belong to
 its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
