@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.launching import ROOT, benchmarks
+from tests.launching import run as finished
 from tests.training import TRAINERS, VLLM, build, micro_batches, policy_logps
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
@@ -262,8 +263,74 @@ def test_a_fall_takes_two_looks(arena):
 def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, tmp_path):
     results, archive = arena("results"), arena("archive")
     found, page = json.loads((ARENA / results.DATA).read_text()), (ARENA / results.PAGE).read_text()
-    assert results.filled(page, results.tables(found)) == page
+    parts = results.tables(found)
+    assert results.filled(page, parts) == page
     archive.unpack(tmp_path)
     assert results.collect(tmp_path) == found
     found["third"]["rows"][0]["accuracy"] = 0.123
-    assert results.filled(page, results.tables(found)) != page
+    assert results.filled(page, parts | results.tables({"third": found["third"]})) != page
+
+
+def test_the_picture_is_that_of_the_runs(arena, tmp_path):
+    picture, archive = arena("picture"), arena("archive")
+    runs = archive.read()
+    data = picture.curves(runs)
+    assert json.loads(picture.DATA.read_text()) == data
+    assert {arm for by_arm in data.values() for arm in by_arm} == {*picture.ARMS}
+    cell = next(iter(data))
+    last = [runs[f"{cell}-cap3-{seed}"]["accuracy"][-1] for seed in range(3)]
+    assert data[cell]["cap3"]["low"][-1] == round(min(last), 4)
+    assert data[cell]["cap3"]["high"][-1] == round(max(last), 4)
+    picture.draw(data, tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert text.count("<svg") == 1
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def arena_command(*arguments):
+    return finished(sys.executable, str(ARENA / "run.py"), *arguments)
+
+
+def test_a_run_is_done_again_by_its_names_and_a_wrong_name_gets_near_ones(arena, plan):
+    the_run = arena("run").the_run
+    again = the_run("grpo-sort-lag_32-faster", "cap3", "0")
+    assert again in plan.second_tuning()
+    assert the_run("grpo-tagged_words-lag_8-faster", "trl", "2").steps == 40
+    process = arena_command("--again", "grpo-sort-lag_32", "cap3", "0")
+    assert process.returncode == 1
+    assert "'grpo-sort-lag_32' is no cell" in process.stderr
+    assert "grpo-sort-lag_32-faster" in process.stderr
+    assert "'capx' is no arm" in arena_command("--again", "grpo-sort-lag_32-faster", "capx", "0").stderr
+
+
+def test_both_curves_are_printed_and_said_to_be_the_same_or_how_far_apart(arena):
+    report = arena("report")
+    record = {"steps": [0, 10], "accuracy": [0.5, 0.75], "versions": {"trl": "1.16.0"}}
+    assert "| 10 | 0.7500 | 0.7500 |" in report.curves(record, record)
+    assert report.curves(record, record).endswith("The digits are the same.")
+    other = {**record, "accuracy": [0.5, 0.625]}
+    assert "The largest difference is 0.125. The published run had trl 1.16.0" in report.curves(record, other)
+    assert report.curves(None, record).endswith("This run is not in the archive.")
+
+
+def test_an_arm_of_ones_own_is_planned_in_every_cell_of_a_stage(arena, plan):
+    module = arena("run")
+    args = SimpleNamespace(
+        name="own", options={"rollout_correction": "decoupled_kpop"}, stage=["third"], seeds=None, cells=None
+    )
+    runs = module.own_runs(args)
+    assert {run.cell.name for run in runs} == {cell.name for cell in plan.THIRD_CELLS}
+    assert {(run.arm.name, run.seed) for run in runs} == {("own", 0)}
+    assert "'[1]' has no fields" in arena_command("--options", "[1]").stderr
+
+
+@pytest.mark.slow
+def test_a_published_run_is_trained_again_next_to_its_curve(tmp_path):
+    folder = ["--output_dir", str(tmp_path)]
+    printed = arena_command("--again", "grpo-sort-lag_32-faster", "cap3", "0", *folder)
+    assert printed.returncode == 0, printed.stderr[-3000:]
+    assert "| 120 | 0.8125 | " in printed.stdout
+    assert (tmp_path / "again/grpo-sort-lag_32-faster-cap3-0.json").exists()
+    assert not (tmp_path / "runs").exists()  # what is published stays

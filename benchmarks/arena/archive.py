@@ -43,13 +43,20 @@ def pack(folder: Path, names: Iterable[str], archive: Path = ARCHIVE) -> None:
     archive.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))
 
 
+def read(archive: Path = ARCHIVE) -> dict[str, dict[str, Any]]:
+    """The runs of an archive, by name. Without an archive there are none."""
+    if not archive.exists():
+        return {}
+    records = map(json.loads, lzma.decompress(archive.read_bytes()).decode().splitlines())
+    return {record.pop("name"): record for record in records}
+
+
 def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
     """Write the runs of an archive that are not in the folder."""
-    if not archive.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for line in lzma.decompress(archive.read_bytes()).decode().splitlines():
-        record = json.loads(line)
-        path = folder / f"{record.pop('name')}.json"
+    records = read(archive)
+    if records:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, record in records.items():
+        path = folder / f"{name}.json"
         if not path.exists():
             path.write_text(json.dumps(record))

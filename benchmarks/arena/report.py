@@ -1,18 +1,35 @@
 """Tables of the results, with the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here."""
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from math import sqrt
 from statistics import mean
 from typing import Any
 
-from seeds import DIFFERS, REFERENCE, Scores, differ, interval, regret, scores, spreads, worst_regret
+from plan import RATES
+from seeds import (
+    DIFFERS,
+    DRAWS,
+    MIDDLE,
+    REFERENCE,
+    Scores,
+    differ,
+    interval,
+    regret,
+    scores,
+    spreads,
+    worst_regret,
+)
 
 
 Row = Mapping[str, Any]
 HALF = 0.5  # of the score of the reference: the format is learned
 GAIN = 0.9  # of what the reference gains
 FORMER, TODAY = "cap1", "cap3"  # `auto` before the third comparison, with which the tables compare, and since then
+MASKED = "_masked"  # end of the names of arms that leave cut answers out of the loss
 ROUNDED = "-fp8"  # end of the names of cells with a sampler of 8 bits
+RARE_ARMS_APART = ("second_tuning", "second_judging", "several_updates", "eight_bits")  # stages with arms in few cells
 UNKNOWN_SPREAD = 0.02  # while no cell has three seeds; tables say so
 
 
@@ -87,7 +104,7 @@ def summary(rows: Sequence[Row], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def differences(rows: Sequence[Row], arms: Sequence[str], other: str = FORMER) -> str:
+def differences(rows: Sequence[Row], arms: Sequence[str], other: str = TODAY) -> str:
     """A line per arm: the cells in which it differs from `other`, for the better and for the worse."""
     cells, spread = scores(rows), Spread(rows)
     lines = [f"| arm | cells | better than `{other}` | worse |", "| --- " * 4 + "|"]
@@ -103,6 +120,161 @@ def differences(rows: Sequence[Row], arms: Sequence[str], other: str = FORMER) -
                 for sign in (1, -1)
             )
             lines.append(f"| `{arm}` | {len(own)} | {better} | {worse} |")
+    return "\n".join(lines)
+
+
+def compared(rows: Sequence[Row], arm: str, names: Collection[str], other: str = TODAY) -> tuple[int, int]:
+    """In how many of some cells an arm is better and worse than another, by the rule for differences."""
+    cells, spread = scores(rows), Spread(rows)
+    gaps = [
+        differ(cell[arm], cell[other], spread(name, arm, other))
+        for name, cell in cells.items()
+        if name in names and {arm, other} <= {*cell}
+    ]
+    return sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+
+
+def on_equal_seeds(rows: Sequence[Row], arms: Sequence[str]) -> list[Row]:
+    """The runs of the cells that all of these arms share, with the seeds that all of them have there."""
+    cells = scores(rows)
+    seeds = {
+        name: set.intersection(*({*cell[arm]} for arm in arms))
+        for name, cell in cells.items()
+        if {*arms} <= {*cell} and name.startswith("grpo")
+    }
+    return [row for row in rows if row["arm"] in arms and row["seed"] in seeds.get(row["cell"], ())]
+
+
+def shared(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """
+    A line per arm, over the cells that all of them share and with the same seeds for all. The interval is the middle 90 of 100
+    draws of all means, the reference included. The last columns compare with today's `auto` with all seeds that there are.
+    """
+    own = on_equal_seeds(rows, [REFERENCE, *arms])
+    cells, starts, spread = scores(own), {row["cell"]: row["start"] for row in own}, Spread(rows)
+    several = [name for name, cell in cells.items() if len(cell[REFERENCE]) > 1]
+    lines = [
+        f"| arm | keeps 0.9 of the gain, of {len(cells)} | 90 % interval | mean score | mean distance from `{REFERENCE}` "
+        f"| runs that fell | better than `{TODAY}` | worse than `{TODAY}` |",
+        "| --- " * 8 + "|",
+    ]
+    for arm in (REFERENCE, *arms):
+        means = {name: mean(cell[arm].values()) for name, cell in cells.items()}
+        behind = mean(mean(cell[REFERENCE].values()) - means[name] for name, cell in cells.items())
+        runs = [row for row in own if row["arm"] == arm]
+        falls = f"{sum(row['falls'] for row in runs)} of {len(runs)}"
+        if arm == REFERENCE:
+            lines.append(f"| `{arm}` | | | {mean(means.values()):.3f} | | {falls} | | |")
+            continue
+        keeps = sum(gain(cell, arm, starts[name]) >= GAIN for name, cell in cells.items())
+        low, high = kept_interval(cells, arm, starts, spread)
+        better, worse = compared(rows, arm, cells)
+        against = " | |" if arm == TODAY else f" {better} | {worse} |"
+        lines.append(
+            f"| `{arm}` | {keeps} | {low} to {high} | {mean(means.values()):.3f} | {behind:.3f} | {falls} |{against}"
+        )
+    seeds = f"{len(cells) - len(several)} cells have seed 0 alone, and {len(several)} have three"
+    return "\n".join([*lines, "", f"Of each arm the same runs count: {seeds}."])
+
+
+def kept_interval(
+    cells: Mapping[str, Scores], arm: str, starts: Mapping[str, float], spread: Spread
+) -> tuple[int, int]:
+    """In how many cells an arm keeps 0.9 of the gain, in the middle 90 of 100 draws of all means."""
+    dice, found = random.Random(0), []
+    means = [
+        (
+            starts[name],
+            *((mean(cell[one].values()), spread(name, one) / sqrt(len(cell[one]))) for one in (arm, REFERENCE)),
+        )
+        for name, cell in cells.items()
+    ]
+    for _ in range(DRAWS):
+        drawn = [(start, dice.gauss(*own), dice.gauss(*reference)) for start, own, reference in means]
+        found.append(sum(own - start >= GAIN * (reference - start) for start, own, reference in drawn))
+    found.sort()
+    edge = round((1 - MIDDLE) / 2 * DRAWS)
+    return found[edge], found[-edge - 1]
+
+
+def masks(rows: Sequence[Row]) -> str:
+    """A line per cell and arm: scores with cut answers in the loss and left out of it."""
+    cells, spread = scores(rows), Spread(rows)
+    lines = [
+        "| cell | arm | cut answers in the loss | left out | differ | still cut, in the loss | still cut, left out "
+        "| falls, in the loss | falls, left out |",
+        "| --- " * 9 + "|",
+    ]
+    for name, cell in cells.items():
+        for arm in (arm for arm in cell if f"{arm}{MASKED}" in cell):
+            pair = (arm, f"{arm}{MASKED}")
+            gap = differ(cell[pair[1]], cell[arm], spread(name, *pair))
+            runs = [[row for row in rows if (row["cell"], row["arm"]) == (name, one)] for one in pair]
+            fields = [
+                *(counted(cell[one]) for one in pair),
+                "" if not gap else f"left out {gap:+.2f}",
+                *(f"{100 * mean(row['cut'] for row in own):.0f} %" for own in runs),
+                *(f"{sum(row['falls'] for row in own)} of {len(own)}" for own in runs),
+            ]
+            lines.append(f"| {name} | `{arm}` | {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def counted(scores_of_arm: Mapping[int, float]) -> str:
+    """A mean score, with the number of seeds if it is not 1."""
+    count = f" ({len(scores_of_arm)})" if len(scores_of_arm) > 1 else ""
+    return f"{mean(scores_of_arm.values()):.3f}{count}"
+
+
+def gaps(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """A line per cell and arm: score, gap and falls, and the arms from which it differs by the rule."""
+    cells, spread = scores(rows), Spread(rows)
+    lines = ["| cell | arm | score | `k3_kl` | falls | better than | worse than |", "| --- " * 7 + "|"]
+    for name, cell in cells.items():
+        for arm in (arm for arm in arms if arm in cell):
+            runs = [row for row in rows if (row["cell"], row["arm"]) == (name, arm)]
+            apart = {other: differ(cell[arm], cell[other], spread(name, arm, other)) for other in cell if other != arm}
+            better, worse = (
+                ", ".join(f"`{other}` ({gap:+.2f})" for other, gap in apart.items() if sign * gap > 0) or "none"
+                for sign in (1, -1)
+            )
+            known = [row["k3"] for row in runs if row["k3"] is not None]
+            k3 = f"{mean(known):.2g}" if known else ""
+            falls = f"{sum(row['falls'] for row in runs)} of {len(runs)}"
+            lines.append(f"| {name} | `{arm}` | {counted(cell[arm])} | {k3} | {falls} | {better} | {worse} |")
+    return "\n".join(lines)
+
+
+def best_rates(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    """A line per task and arm: the learning rate with its best mean score, that score, and the score at twice the rate."""
+    own = [row for row in rows if row["cell"].rpartition("-")[2] in RATES]
+    cells, spread = scores(own), Spread(own)
+    lines = [
+        "| task | arm | best rate | score | at twice that rate | differs from `cap3` at its own best |",
+        "| --- " * 6 + "|",
+    ]
+    families: dict[str, list[str]] = {}
+    for name in cells:
+        families.setdefault(name.rpartition("-")[0], []).append(name)
+    order = [*RATES]
+    for family, names in families.items():
+        best = {}
+        for arm in arms:
+            there = [name for name in names if arm in cells[name]]
+            if there:
+                best[arm] = max(there, key=lambda name: mean(cells[name][arm].values()))
+        for arm, name in best.items():
+            rate = name.rpartition("-")[2]
+            faster = f"{family}-{order[order.index(rate) + 1]}" if order.index(rate) + 1 < len(order) else ""
+            twice = counted(cells[faster][arm]) if arm in cells.get(faster, {}) else ""
+            gap = 0.0
+            if TODAY in best and arm not in (TODAY, REFERENCE):
+                one, other = cells[name][arm], cells[best[TODAY]][TODAY]
+                noise = max(spread(name, arm), spread(best[TODAY], TODAY))
+                gap = differ(one, other, noise)
+            lines.append(
+                f"| {family} | `{arm}` | {rate} | {counted(cells[name][arm])} | {twice} | {f'{gap:+.2f}' if gap else ''} |"
+            )
     return "\n".join(lines)
 
 
@@ -135,6 +307,30 @@ def formats(rows: Sequence[Row], arms: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def curves(published: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """The accuracy of a run at every look, next to that of the published run, and whether they are the same."""
+    before = {} if published is None else dict(zip(published["steps"], published["accuracy"], strict=True))
+    lines = ["| step | published | now |", "| --- " * 3 + "|"]
+    for step, value in zip(now["steps"], now["accuracy"], strict=True):
+        known = f"{before[step]:.4f}" if step in before else ""
+        lines.append(f"| {step} | {known} | {value:.4f} |")
+    return "\n".join([*lines, "", verdict(published, now)])
+
+
+def verdict(published: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Whether a run is the published one again."""
+    if published is None:
+        return "This run is not in the archive."
+    if published["accuracy"] == now["accuracy"]:
+        return "The digits are the same."
+    apart = max(abs(one - other) for one, other in zip(published["accuracy"], now["accuracy"], strict=False))
+    releases = [", ".join(f"{name} {x}" for name, x in record["versions"].items()) for record in (published, now)]
+    return (
+        f"The largest difference is {apart:.3f}. The published run had {releases[0]}, and this one {releases[1]}. "
+        "Other releases and other processors sample other tokens."
+    )
+
+
 def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
     """A line per cell: the mean score of each arm, with the number of seeds if it is not 1."""
     cells = scores(rows)
@@ -143,9 +339,7 @@ def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
     for cell, by_arm in cells.items():
         fields = []
         for arm in names:
-            own = by_arm.get(arm, {})
-            count = f" ({len(own)})" if len(own) > 1 else ""
-            fields.append(f"{mean(own.values()):.3f}{count}" if own else "")
+            fields.append(counted(by_arm[arm]) if arm in by_arm else "")
         name = cell if separate(by_arm) else f"{cell} (no difference)"
         lines.append(f"| {name} | {starts[cell]:.2f} | {' | '.join(fields)} |")
     return "\n".join(lines)
@@ -215,13 +409,26 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
     """
     cells = scores(rows)
     often = [arm for arm in arms if sum(arm in cell for cell in cells.values()) >= len(cells) / 2]
-    return {
-        f"{stage}-spread": str(Spread(rows)),
-        f"{stage}-summary": summary(rows, often),
-        f"{stage}-differences": differences(rows, often),
-        f"{stage}-formats": formats(rows, often),
-        f"{stage}-pulls": pulls(rows),
-        f"{stage}-roundings": roundings(rows),
-        f"{stage}-cells": every_cell(rows, arms if stage in ("third", "taught_language") else often),
-        f"{stage}-beside": beside(rows, arms),
+    parts = {
+        "spread": str(Spread(rows)),
+        "summary": summary(rows, often),
+        "differences": differences(rows, often),
+        "formats": formats(rows, often),
+        "pulls": pulls(rows),
+        "roundings": roundings(rows),
+        "cells": every_cell(rows, often if stage in RARE_ARMS_APART else arms),
+        "beside": beside(rows, arms),
     }
+    if stage == "second_judging":
+        parts["shared"] = shared(rows, [arm for arm in often if arm != REFERENCE])
+        once = [row for row in rows if any(arm.startswith("trl_") for arm in cells[row["cell"]])]
+        parts["modes"] = every_cell(
+            once, [arm for arm in arms if arm == REFERENCE or arm.startswith("trl") or arm in (TODAY, "icepop")]
+        )
+    if stage == "cut_answers":
+        parts["masks"] = masks(rows)
+    if stage in ("fresh_weights", "preset_for_8_bits"):
+        parts["gaps"] = gaps(rows, arms)
+    if stage == "tuned_rates":
+        parts["rates"] = best_rates(rows, arms)
+    return {f"{stage}-{name}": part for name, part in parts.items()}

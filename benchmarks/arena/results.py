@@ -10,7 +10,7 @@ from typing import Any
 
 import archive
 import report
-from plan import ARMS, STAGES, Run
+from plan import ARMS, CUT_TASKS, STAGES, Run
 from seeds import scores, wanted
 
 
@@ -37,7 +37,8 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
         of tokens without gradient; median of the gap; where a witness was there, of the last 60 steps, the share of bad tokens
         with a ratio above 1, their part of the pull of bad tokens, and the mean gap; with 8 bits, the share of numbers that a
-        push changes; and every look, where the task has tags.
+        push changes; of tasks with cut answers, the share that is cut in the last 60 steps; and every look, where the task has
+        tags.
     """
     accuracy, history = record["accuracy"], record["history"]
     row = {
@@ -57,6 +58,8 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         row["k3_late"] = mean(logged(history, f"{OF_CORRECTION}k3_kl")[-LATE * 10 :])
     if "moved" in record:
         row["moved"] = record["moved"]
+    if run.cell.task in CUT_TASKS:
+        row["cut"] = mean(logged(history, "completions/clipped_ratio")[-LATE * 10 :] or [0.0])
     if run.cell.task.startswith("tag"):
         row["steps"] = record["steps"]
         row["looks"] = [round(value, 4) for value in accuracy]
@@ -103,6 +106,22 @@ def collect(folder: Path) -> dict[str, Any]:
             "rows": rows,
         }
     return results
+
+
+def beside_published(
+    runs: Sequence[Run], folder: Path, names: Sequence[str] = ("on_policy", "none", "trl", "dppo_tv", "cap3")
+) -> str:
+    """A line per cell of somebody's own runs: their scores next to those that are published."""
+    own = [row_of(run, json.loads((folder / f"{run.name}.json").read_text())) for run in runs]
+    cells = {row["cell"] for row in own}
+    published = {
+        (row["cell"], row["arm"], row["seed"]): row
+        for found in collect(folder).values()
+        for row in found["rows"]
+        if row["cell"] in cells
+    }
+    arms = [*names, *dict.fromkeys(run.arm.name for run in runs)]
+    return report.every_cell([*published.values(), *own], arms)
 
 
 def needed(runs: Sequence[Run], rows: Iterable[Row]) -> list[Run]:

@@ -1,16 +1,23 @@
 """
 The arena: every way to correct, on tasks and samplers of many kinds.
 
-    python benchmarks/arena/run.py --stage third          # caps on the weights of bad tokens
-    python benchmarks/arena/run.py --report --publish     # train nothing: write the results of all runs there are
+    python benchmarks/arena/run.py --again grpo-sort-lag_32-faster cap3 0    # a published run: are the digits the same?
+    python benchmarks/arena/run.py --stage third --options '{"rollout_correction": "decoupled_kpop"}'    # an arm of your own
+    python benchmarks/arena/run.py --stage third                             # caps on the weights of bad tokens
+    python benchmarks/arena/run.py --report --publish                        # write the results of all runs there are
 
-A run that is in the output folder is not done again, so that the same command goes on where it was interrupted.
+A run that is in the output folder is not done again, so that the same command goes on where it was interrupted. `--again`
+trains it all the same, and leaves the published one as it is.
 """
 
 import gc
+import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import archive
+import report
 import results
-from harness import train_missing
-from plan import STAGES, Run
+from harness import train_all, train_missing, write
+from plan import ARMS, STAGES, Arm, Run
 
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +43,16 @@ def parse_args() -> Namespace:
     parser.add_argument(
         "--wanted", action="store_true", help="of other seeds than 0, only the runs that PROTOCOL.md asks for"
     )
+    parser.add_argument(
+        "--again", nargs=3, metavar=("CELL", "ARM", "SEED"), help="train a published run anew, and print both curves"
+    )
+    parser.add_argument(
+        "--options",
+        type=options_of,
+        metavar="JSON",
+        help="train an arm of your own in the cells of the stage, with seed 0 (or `--seeds`): fields of the configuration",
+    )
+    parser.add_argument("--name", default="own", help="name of that arm in files and tables (default: own)")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--publish", action="store_true", help="write the results, the tables and the archive")
     parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")
@@ -56,31 +74,88 @@ def train(run: Run) -> dict[str, Any]:
     return record
 
 
+def options_of(text: str) -> dict[str, Any]:
+    """The fields of an arm, from JSON."""
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ArgumentTypeError(f'{text!r} has no fields. An example: \'{{"rollout_correction": "auto"}}\'')
+    return options
+
+
+def planned(stages: Sequence[str]) -> list[Run]:
+    """The runs of some stages. A reference is that of the first of its cells, where it is done."""
+    runs: dict[str, Run] = {}
+    for run in (run for stage in stages for run in STAGES[stage]()):
+        runs.setdefault(run.name, run)
+    return [*runs.values()]
+
+
+def the_run(cell: str, arm: str, seed: str) -> Run:
+    """The run of a planned cell, an arm and a seed. The process ends if there is no such cell or arm."""
+    cells = {run.cell.name: run for stage in STAGES.values() for run in stage()}
+    for asked, known, what in ((cell, cells, "cell"), (arm, ARMS, "arm")):
+        if asked not in known:
+            near = " or ".join(get_close_matches(asked, known, n=3, cutoff=0.3))
+            sys.exit(f"`--again`: {asked!r} is no {what} of `plan.py`. Did you mean {near or next(iter(known))}?")
+    if not seed.isdecimal():
+        sys.exit(f"`--again`: the seed {seed!r} is no number, such as 0.")
+    return replace(cells[cell], arm=ARMS[arm], seed=int(seed))
+
+
+def do_again(run: Run, folder: Path):
+    """Train a run, published or not, and print its curve next to that of the archive."""
+    published = archive.read().get(run.name)
+    print(f"Training {run.name}. Starting vLLM takes half a minute.", flush=True)
+    for _, record in train_all([run], 1, prepare, train):
+        if isinstance(record, BaseException):
+            raise record
+        path = folder / "again" / f"{run.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, record)
+        print(f"{report.curves(published, record)}\n\nThe log of every step is in {path}.")
+
+
+def own_runs(args: Namespace) -> list[Run]:
+    """An arm of somebody's own in the cells of the chosen stages."""
+    arm = Arm(args.name, args.options)
+    runs = [replace(run, arm=arm, seed=seed) for run in planned(args.stage) for seed in args.seeds or [0]]
+    return [*{run.name: run for run in runs if args.cells is None or run.cell.name in args.cells}.values()]
+
+
 def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a worker imports torch
     args = parse_args()
-    runs: dict[str, Run] = {}
-    for run in (run for stage in args.stage for run in STAGES[stage]()):
-        runs.setdefault(run.name, run)  # a reference is that of the first of its cells, where it is done
+    command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
+    folder = args.output_dir / "runs"
+    if args.again:
+        do_again(the_run(*args.again), args.output_dir)
+        return
+    archive.unpack(folder)
+    if args.options is not None:
+        runs = own_runs(args)
+        train_missing(runs, folder, args.workers, command, prepare=prepare, train=train)
+        print(f"\n{results.beside_published(runs, folder)}")
+        return
     chosen = [
         run
-        for run in runs.values()
+        for run in planned(args.stage)
         if (args.arms is None or run.arm.name in args.arms)
         and (args.cells is None or run.cell.name in args.cells)
         and (args.seeds is None or run.seed in args.seeds)
     ]
-    archive.unpack(args.output_dir / "runs")
     if args.wanted:
-        rows = [row for found in results.collect(args.output_dir / "runs").values() for row in found["rows"]]
+        rows = [row for found in results.collect(folder).values() for row in found["rows"]]
         chosen = results.needed(chosen, rows)
     if not args.report:
-        command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
-        train_missing(chosen, args.output_dir / "runs", args.workers, command, prepare=prepare, train=train)
-    found = results.collect(args.output_dir / "runs")
+        train_missing(chosen, folder, args.workers, command, prepare=prepare, train=train)
+    found = results.collect(folder)
     for name, part in results.tables(found).items():
         print(f"\n{name}\n{part}")
     if args.publish:
-        results.publish(found, args.output_dir / "runs")
+        results.publish(found, folder)
 
 
 if __name__ == "__main__":
