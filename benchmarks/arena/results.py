@@ -147,8 +147,14 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
     """A document with what stands between its marks replaced. Parts that it has no marks for are left out."""
+
+    def part(mark: str) -> str:
+        stage = mark.partition("-")[0]
+        has_runs = any(name.startswith(f"{stage}-") for name in parts)
+        return parts[mark] if has_runs or stage not in STAGES else "No run is done yet."
+
     return re.sub(
-        r"(<!-- ([\w-]+) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{parts[m[2]]}\n{m[3]}", text, flags=re.DOTALL
+        r"(<!-- ([\w-]+) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{part(m[2])}\n{m[3]}", text, flags=re.DOTALL
     )
 
 
