@@ -232,7 +232,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
         corrected = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
         anchor = current
-        if self._settings.bypasses and self._settings.changes_loss:
+        if self._settings.bypass_mode and self._settings.changes_loss:
             anchor, corrected = self._bypass(corrected)
         self._record(corrected)
         return anchor, corrected

@@ -279,7 +279,7 @@ def _correct_rows(tokens: Tokens, settings: Settings, direction: torch.Tensor | 
         tokens.valid.bool(),
         scale=keep.new_ones(()),
         applies_weights=settings.applies_weights,
-        log_ratio=tokens.log_ratio if settings.bypasses else None,
+        log_ratio=tokens.log_ratio if settings.bypass_mode else None,
         statistics=statistics,
     )
 

@@ -70,14 +70,9 @@ class Settings:
         return tuple(map(_criterion, self.rollout_rs, self.rollout_rs_threshold))
 
     @property
-    def bypasses(self) -> bool:
-        """`True` if the sampler's log-probabilities replace the old policy's."""
-        return self.bypass_mode
-
-    @property
     def corrects(self) -> bool:
         """`True` if the loss corrects for the gap, here or in TRL."""
-        return (self.bounding is not None or bool(self.criteria) or self.bypasses) and not self.rollout_metrics_only
+        return (self.bounding is not None or bool(self.criteria) or self.bypass_mode) and not self.rollout_metrics_only
 
     @property
     def by_trl(self) -> bool:
@@ -173,7 +168,7 @@ def in_words(settings: Settings) -> str:
     if settings.criteria:
         rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold)
         parts.append("rejected are " + ", and ".join(rejected))
-    parts += [_CLIPPING[settings.mode]] if parts or settings.bypasses else ["no correction"]
+    parts += [_CLIPPING[settings.mode]] if parts or settings.bypass_mode else ["no correction"]
     measured = (
         "measured only: " if settings.rollout_metrics_only else "TRL's loss, unchanged: " if settings.by_trl else ""
     )

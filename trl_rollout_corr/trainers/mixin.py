@@ -151,7 +151,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
     def _needs_old_pass(self) -> bool:
         """True if the log-probabilities of the old policy must be computed when the batch is generated."""
         settings = self._settings
-        return not settings.bypasses and (
+        return not settings.bypass_mode and (
             not self._visited_before_update or settings.needs_whole_batch or self._excludes_from_baseline
         )
 
@@ -202,7 +202,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.zeros_like(completion_ids, dtype=torch.float32)
-        if self._settings.changes_loss and self._settings.needs_whole_batch and not self._settings.bypasses:
+        if self._settings.changes_loss and self._settings.needs_whole_batch and not self._settings.bypass_mode:
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
             output[COEFFICIENTS] = corrected.coefficients
@@ -316,7 +316,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         if self.use_vllm and self.vllm_mode == "server":
             self._pushes.keep(batch, partial(self._score_again, batch))
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
-        if self._settings.bypasses:
+        if self._settings.bypass_mode:
             corrected = self._correct_from(current, batch, from_old=old is current)
             anchor, corrected = self._bypass(corrected) if self._settings.changes_loss else (current, corrected)
             self._record(corrected)

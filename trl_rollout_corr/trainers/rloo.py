@@ -95,16 +95,16 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     @property
     def _needs_old_pass(self) -> bool:
         # with beta, the reward contains the log-probabilities of the old policy
-        return super()._needs_old_pass or (self.beta != 0.0 and not self._settings.bypasses)
+        return super()._needs_old_pass or (self.beta != 0.0 and not self._settings.bypass_mode)
 
     def _new_old_pass(self) -> OldPass | None:
         if not self._settings.changes_loss:
             return OldPass()  # TRL runs it in any case, and returns only its sum over tokens
-        return RolloutAsOld(self._answer_old_pass) if self._settings.bypasses else super()._new_old_pass()
+        return RolloutAsOld(self._answer_old_pass) if self._settings.bypass_mode else super()._new_old_pass()
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
-        if not self._settings.bypasses:
+        if not self._settings.bypass_mode:
             return answer
         assert isinstance(self._pass, Scoring)  # an old pass is answered only while TRL scores a batch
         return self._pass.generation.rollout_logps(answer)

@@ -1,5 +1,5 @@
 """
-Checks of settings that need TRL's own fields. `settings/checks.py` has the checks that need only the fields of the correction.
+Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the correction alone.
 
 Each check is a function of a configuration. It raises a `ValueError` about settings that exclude each other, or warns about
 settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.

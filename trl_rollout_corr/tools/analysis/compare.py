@@ -143,7 +143,7 @@ def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, Rollout
 
 
 def _as_markdown(c: Comparison) -> str:
-    bypasses = c.config.settings.bypasses
+    bypasses = c.config.settings.bypass_mode
     mode = f"bypass, {c.config.settings.mode}" if bypasses else "decoupled"
     policy = "current" if bypasses else "old"
     s = c.spread.s

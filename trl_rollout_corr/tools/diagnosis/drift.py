@@ -130,7 +130,7 @@ def own_updates(o: DumpedTokens) -> Evidence | None:
 def _visits(o: DumpedTokens) -> bool:
     """True if ages count the visits of a batch, in bypass mode. Those of older weights rise to a lag, and stay there."""
     settings = settings_of_run(o.settings)
-    if settings is None or not settings.bypasses:
+    if settings is None or not settings.bypass_mode:
         return False
     finite = np.isfinite(o.staleness)
     ages = [np.unique(o.staleness[finite & (o.step == step)]) for step in np.unique(o.step[finite])]

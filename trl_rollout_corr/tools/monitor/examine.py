@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...messages import SettingError, nearest
+from ...settings.resolve import Settings
 from .reward import Reward
 from .rule import Alarm, Bound
 from .rules import BOUNDS, SILENCED
 from .texts import fill
-from .windows import Course, Settings, Window, is_training_window
+from .windows import Course, Window, is_training_window
 
 
 # Metrics of the weights and of rejection, rather than of the two policies

@@ -1,6 +1,7 @@
 """Sentences of rules: those that several rules share, and those that depend on how the gap arose."""
 
-from .windows import Settings, Window
+from ...settings.resolve import Settings
+from .windows import Window
 
 
 # The preset to set for a gap, by mode: one without bounds that must be fitted to the run

@@ -5,27 +5,11 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ...messages import PREFIX
+from ...settings.resolve import Settings
 from .reward import Reward
-
-
-class Settings(Protocol):
-    """What the rules read of [`~trl_rollout_corr.settings.resolve.Settings`]."""
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def corrects(self) -> bool: ...
-    @property
-    def bypasses(self) -> bool: ...
-    @property
-    def clips_around_sampler(self) -> bool: ...
-    @property
-    def criteria(self) -> Any: ...
-    @property
-    def rollout_monitor_bounds(self) -> Mapping[str, float | None] | None: ...
 
 
 # Of the policy that sampled and the one that trains
@@ -151,7 +135,7 @@ class Window:
     @property
     def fresh(self) -> bool:
         """True if ratios are of samples that the policy has not been trained on yet."""
-        return not self.reuses or self.settings is None or not self.settings.bypasses
+        return not self.reuses or self.settings is None or not self.settings.bypass_mode
 
     @property
     def corrects(self) -> bool | None:
