@@ -32,10 +32,12 @@ from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
+from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import examine
 from trl_rollout_corr.tools.report import facts as facts_module
 from trl_rollout_corr.tools.report import html_page, log_charts
 from trl_rollout_corr.tools.report.drawing import COLORS, draw
+from trl_rollout_corr.tools.report.facts import SHOWN
 from trl_rollout_corr.tools.report.log_charts import MORE, draw_trends
 
 
@@ -255,6 +257,98 @@ def test_a_healthy_run_is_called_healthy(tmp_path, undrawn):
     assert "Nothing unhealthy was found in 3 logging windows." in page.text
 
 
+def log_of_gaps(gaps, **more):
+    """A log with these values of `k3_kl`."""
+    return [
+        {
+            "step": step,
+            "reward": 0.5,
+            **{PREFIX + key: value for key, value in {"k3_kl": gap, "kl": gap, **more}.items()},
+        }
+        for step, gap in enumerate(gaps, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "state"),
+    [
+        (log_of_gaps([0.001] * 12), "Healthy Nothing unhealthy was found in 12 logging windows."),
+        (log_of_gaps([0.0, 0.0, 10.7, 0.0, 0.0, 11.0, 0.0, 0.0, 13.6]), "Look into it k3_kl is 11"),
+        (log_of_gaps([*[0.0] * 8, 5.04]), "Look into it k3_kl is 5"),
+        (
+            log_of_gaps([0.001, 0.001, 0.02, *[0.001] * 9]),
+            "No alarm No alarm was raised in 12 logging windows, but k3_kl, healthy below 0.01, is 0.02 in 1 of 12 windows.",
+        ),
+        (
+            log_of_gaps([0.001] * 4, rollout_is_eff_sample_size=0.4, effective_lr=1.6),
+            "No alarm No alarm was raised in 4 logging windows, but rollout_is_eff_sample_size, healthy above 0.5, is 0.4 to "
+            "0.4 in 4 of 4 windows; effective_lr, healthy 0.5 to 1.5, is 1.6 to 1.6 in 4 of 4 windows.",
+        ),
+        (
+            log_of_gaps([0.001] * 4, zero_advantage_fraction=1.0),
+            "No alarm No alarm was raised in 4 logging windows, but all advantages were 0 in 4 of 4 windows, so that there was "
+            "nothing to learn from.",
+        ),
+        (log_of_gaps([0.001] * 9, zero_advantage_fraction=1.0), "Look into it All advantages are 0"),
+    ],
+)
+def test_a_run_is_called_healthy_only_if_every_value_is(log, state, tmp_path, undrawn):
+    page = Page(write(make_run(tmp_path / "run", log), tmp_path / "report.html"))
+    assert page.text.startswith(f"Rollout report: run Rollout report: run {state}")
+    assert ("Healthy Nothing" in page.text) == state.startswith("Healthy")
+
+
+def test_the_values_that_are_looked_at_are_those_of_the_charts():
+    charts = {next(iter(trend.metrics)) for trend in (*log_charts.OVERVIEW.values(), *log_charts.MORE.values())}
+    assert {*SHOWN} == charts & {*HEALTHY}
+
+
+def test_the_boxes_say_over_which_windows_they_are_means(tmp_path, undrawn):
+    gaps = [1e-5, *[0.004] * 9, *[0.002] * 10]
+    page = Page(write(make_run(tmp_path / "run", log_of_gaps(gaps)), tmp_path / "report.html"))
+    assert "Gap (k3_kl), nats per token: 0.002 mean of the last 10 windows; of the first 10: 0.0036," in page.text
+    assert "1e-05 at step 1, 0.002 at step 20" in page.text
+    short = Page(write(make_run(tmp_path / "short", log_of_gaps(gaps[:2])), tmp_path / "report.html"))
+    assert "Gap (k3_kl), nats per token: 0.004 last window; first window: 1e-05," in short.text
+
+
+def reasons(page):
+    """Reasons in the tooltips of rejected tokens, and the number of tooltips of rejected tokens."""
+    titles = [value for name, value in page.attributes if name == "title" and "factor 0" in value]
+    return {reason for title in titles for reason in re.findall(r", rejected: (.*)$", title)}, len(titles)
+
+
+def test_a_tooltip_names_the_rule_that_rejected_the_token(tmp_path, undrawn):
+    shown_by = {}
+    two = {"rollout_rs": ["token_k1", "seq_mean_k1"], "rollout_rs_threshold": [[0.6, 1.6], [0.97, 1.03]]}
+    icepop = {"rollout_correction": "decoupled_token_icepop", "rollout_is_threshold": [0.9, 1.1]}
+    for name, settings in {"auto": {"rollout_correction": "auto"}, "two": two, "icepop": icepop}.items():
+        folder = make_dump(tmp_path / name, spread=0.8, settings=settings, tools=False, broken=2 * (name == "two"))
+        page = Page(write(folder, tmp_path / "report.html"))
+        shown_by[name], number = reasons(page)
+        assert number
+        titles = [x for _, x in page.attributes if x and re.search(r"factor 0(?!\.)", x)]
+        assert all("rejected: " in title for title in titles)
+    assert shown_by["auto"] <= {"token_tv", "token_k1", "token_tv and token_k1", "token_k1 and token_tv"}
+    assert "token_tv" in shown_by["auto"]
+    assert {"token_k1", "seq_mean_k1", "token_k1 and seq_mean_k1", "no finite log-probability"} >= shown_by["two"]
+    assert {"token_k1", "seq_mean_k1"} <= shown_by["two"]
+    assert shown_by["icepop"] == {"weight outside of rollout_is_threshold"}
+
+
+def test_a_tooltip_is_silent_about_rules_that_the_run_did_not_have(tmp_path, undrawn):
+    """A dump whose tokens were rejected by something else, such as a trainer of its own."""
+    folder = make_dump(tmp_path / "made", spread=0.8, settings={"rollout_correction": "auto"}, tools=False)
+    content = read_dump(folder)
+    for row in content.rows:
+        row["keep"] = [not keep for keep in row["keep"]]
+        row["coefficients"] = [float(keep) for keep in row["keep"]]
+    write_rows(tmp_path / "other", 1, 0, content.rows, content.settings)
+    page = Page(write(tmp_path / "other", tmp_path / "report.html"))
+    assert reasons(page)[0] == set()
+    assert reasons(page)[1] > 0
+
+
 def test_nothing_to_see(tmp_path):
     folder = make_dump(
         tmp_path / "dump", steps=1, rows=1, length=1, group=1, spread=1e-9, worst=0, sampled=1, logs=False
@@ -343,10 +437,10 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
     page = Page(write(run, tmp_path / "report.html"))
     banner = page.text[: page.text.index("What happened")]
     for text in (
-        "Gap (k3_kl), nats per token: 0.0191 at first 0.00105, healthy: below 0.01",  # of 20 windows
-        "Effective learning rate: 1 at first 1, healthy: 0.5 to 1.5",
+        "Gap (k3_kl), nats per token: 0.0191 mean of the last 20 windows; of the first 20: 0.00105, healthy: below 0.01",  # of 20 windows
+        "Effective learning rate: 1 mean of the last 20 windows; of the first 20: 1, healthy: 0.5 to 1.5",
         "Share of tokens rejected: - not logged",
-        "Reward: 1.49 at first 0.082",
+        "Reward: 1.49 mean of the last 20 windows; of the first 20: 0.082",
     ):
         assert text in banner
     levels = re.findall(r'class="card (\w*)"', (tmp_path / "report.html").read_text().split("<nav>")[0])
@@ -468,7 +562,7 @@ def test_two_runs_side_by_side(two, tmp_path, undrawn):
         r"Reward uncorrected/dump .*?, ([\d.]+) at step 6; corrected/dump .*?, ([\d.]+) at step 6", page.text
     )
     assert [float(x) for x in said.groups()] == pytest.approx([a[-1]["reward"], b[-1]["reward"]], rel=2e-3)
-    assert "A: uncorrected/dumpAct now" in page.text
+    assert "A: uncorrected/dumpLook into it" in page.text
     assert "B: corrected/dumpHealthy" in page.text
     assert "rollout_rs_threshold null[[0.99, 1.01]]".replace(" ", "") in page.text.replace(" ", "")
     for finding in examine(a, RolloutCorrectionConfig(rollout_correction="disabled").settings):

@@ -57,6 +57,38 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     return Batch(np.unique(sequences.step[rows]).tolist(), **padded, advantages=advantages)
 
 
+def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig) -> dict[str, np.ndarray]:
+    """
+    By criterion of a configuration, the tokens of a sequence that it rejects: boolean, one for each token. Empty if together
+    they reject other tokens than the run did.
+    """
+    settings, here = config.settings, sequences.slice(row)
+    of_loss = sequences.mask[here]
+    batch = batch_of(sequences, np.arange(len(sequences)) == row)
+    found = {}
+    for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
+        alone = RolloutCorrectionConfig(
+            rollout_correction=None,
+            rollout_rs=[name],
+            rollout_rs_threshold=[threshold],
+            rollout_nan_policy=settings.rollout_nan_policy,
+        )
+        correction = compute_rollout_correction(
+            batch.train_logps,
+            batch.rollout_logps,
+            batch.mask,
+            alone,
+            advantages=batch.advantages[:, 0],
+            turn_ids=batch.turn,
+        )
+        rejected = np.zeros(len(of_loss), bool)
+        rejected[of_loss] = (batch.tokens(alone).valid.bool() & ~correction.keep.bool())[0].numpy()
+        found[name] = rejected
+    together = np.any([*found.values()], 0) if found else np.zeros(len(of_loss), bool)
+    gone = of_loss & ~sequences.keep[here] & np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
+    return found if np.array_equal(together, gone) else {}
+
+
 def recompute(
     batch: Batch,
     config: RolloutCorrectionConfig,

@@ -15,8 +15,7 @@ import numpy as np
 from ...messages import warn
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
-from ..monitor.examine import examine
-from ..monitor.windows import is_training_window
+from ..monitor.examine import examine, is_small
 from ..translation.setting_files import settings_of_run
 from .observed import DumpedTokens
 from .ranking import Diagnosis, Finding, diagnose
@@ -33,11 +32,11 @@ def read_tokens(path: str | Path) -> DumpedTokens:
         warn(f"{path}: {damage}.")
     logs = read_logs(dump.path)
     alarms = examine(logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings))
-    return observe_dump(dump, quiet=any(map(is_training_window, logs)) and not alarms)
+    return observe_dump(dump, quiet=not alarms and is_small(logs))
 
 
 def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
-    """The tokens of a dump that is read already. `quiet`: no rule of the monitor finds anything in the log of its run."""
+    """The tokens of a dump that is read already. `quiet`: no alarm in the log of its run, and no gap that is not small."""
     movement = _movement(read_logs(dump.path), dump.sequences.step)
     return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet)
 

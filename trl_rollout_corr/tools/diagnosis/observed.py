@@ -15,7 +15,7 @@ class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
     `settings` and `about` are those of the dump, `movement` is the sum of the learning rates of the optimizer steps between
-    the first sequence and the last, and `quiet` is true of a run in whose log no rule of the monitor finds anything. `N`
+    the first sequence and the last, and `quiet` is true of a run whose log has no alarm and only small gaps. `N`
     tokens, `B` sequences; what is not known is NaN.
     """
 

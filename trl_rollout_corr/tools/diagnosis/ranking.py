@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from ..monitor.rules import BOUNDS
 from ..translation.setting_files import settings_of_run
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
@@ -75,13 +76,14 @@ class Diagnosis(NamedTuple):
     n_sequences: int
     in_effect: Mapping[str, object] = {}  # settings of the run, as far as they are known
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
-    quiet: bool = False  # the run has a log, and no rule of the monitor finds anything in it
+    quiet: bool = False  # the run has a log without an alarm, in which every gap is small
 
     @property
     def expected(self) -> bool:
         """True if a run corrects for a gap that comes from nothing but old or quantised weights and normal causes."""
         settings, names = settings_of_run(self.in_effect), {x.name for x in self.findings if not x.cause.normal}
-        corrects = settings is not None and settings.corrects and (self.quiet or self.size < LARGE)
+        small = self.size < LARGE or (self.quiet and self.k3 <= BOUNDS["k3_corrected"].limit)
+        corrects = settings is not None and settings.corrects and small
         return bool(names) and corrects and names <= {"stale", "quantised"}
 
     @property

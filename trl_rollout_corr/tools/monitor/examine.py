@@ -40,7 +40,7 @@ class Examiner:
     def restart(self, history: Iterable[Mapping[str, object]] = (), step: int = 0) -> None:
         """Forget the run so far, but for the beginning of the log of a run that goes on after an optimizer step."""
         self._course = Course()
-        self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].patience) for name in self._limits}
+        self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].remembers) for name in self._limits}
         for entry in filter(is_training_window, history):
             self._course.add(self._window(entry))
         self._course.go_on(step)
@@ -72,7 +72,7 @@ class Examiner:
     def _holds(self, bound: Bound, value: float, limit: float) -> bool:
         streak = self._streaks[bound.name]
         streak.append(bound.unhealthy(value, limit))
-        return bound.holds(list(streak), self._course.spacing)
+        return bound.is_far(value, limit) or bound.holds(list(streak), self._course.spacing)
 
     @staticmethod
     def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
@@ -82,9 +82,8 @@ class Examiner:
         if not window.corrects and bound.key.startswith(_EFFECTS):
             seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
-        return Alarm(
-            bound.name, bound.severity, bound.metric, window.step, window.step, value, seen, why, advice, passed
-        )
+        found = bound.name, bound.severity, bound.metric, window.step, window.step, value
+        return Alarm(*found, seen, why, advice, passed, bound.ends)
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
@@ -111,6 +110,13 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
             allowed = "a number, or None to switch the bound off"
             raise SettingError(field, limit, allowed=allowed, part=f"for {name!r}")
     return dict(bounds)
+
+
+def is_small(history: Iterable[Mapping[str, object]]) -> bool:
+    """True if a log has gaps, and all of them are within the limit of a corrected run: more than the silence of its rules."""
+    gaps = [Window(entry, None).get("k3_kl") for entry in history if is_training_window(entry)]
+    known = [gap for gap in gaps if gap is not None]
+    return bool(known) and max(known) <= BOUNDS["k3_corrected"].limit
 
 
 def examine(

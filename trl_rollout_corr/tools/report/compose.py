@@ -27,7 +27,7 @@ def compose(runs: Sequence[Facts]) -> Page:
     of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
     lost = find_lost(sequences, one.run.config) if one and sequences else None
     of_tokens = (
-        [*_tokens(sequences, lost), Section("worst", "The worst tokens", worst=find_worst(sequences))]
+        [*_tokens(sequences, lost, one.run.config), Section("worst", "The worst tokens", worst=find_worst(sequences))]
         if sequences and lost
         else []
     )
@@ -128,7 +128,7 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     return Section("diagnosis", "Diagnosis", cards=cards)
 
 
-def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
+def _tokens(sequences: Sequences, lost: Lost, config: RolloutCorrectionConfig | None) -> list[Section]:
     """Sections about the tokens that the correction takes the gradient from."""
     drawn = "completions that were drawn at random"
     if not lost.drawn:
@@ -141,11 +141,11 @@ def _tokens(sequences: Sequences, lost: Lost) -> list[Section]:
     text = f"{explained} {lost.text}".strip() if lost.tables else lost.text
     of_single = (
         "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its probabilities and "
-        "its factor on the policy gradient; the Tab key goes from one changed token to the next. A factor from 0.95 to 1.05 "
+        "its factor on the policy gradient, and which rule rejected it; the Tab key goes from one changed token to the next. A factor from 0.95 to 1.05 "
         "counts as full. The completions that lost the most gradient come first: what the factor of each token lacks to 1 is "
         "added up and multiplied by |advantage|. A long completion is shortened to the places where most was changed."
     )
-    chosen = choose_completions(sequences)
+    chosen = choose_completions(sequences, config)
     return [
         Section("lost", "Which tokens lose their gradient", text, lost=lost),
         Section("completions", "Some completions, token by token", of_single, completions=chosen),

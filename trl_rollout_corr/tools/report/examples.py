@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...settings.config import RolloutCorrectionConfig
+from ..analysis.recompute import rejected_by
 from ..dump.sequences import Sequences
 
 
@@ -34,6 +36,7 @@ class Piece(NamedTuple):
     rollout: float  # and under the sampler
     factor: float  # of the policy gradient
     hidden: int = 0  # tokens of the run that is left out
+    reason: str = ""  # why it has no gradient, as far as that is known
 
 
 class Completion(NamedTuple):
@@ -57,10 +60,11 @@ class Completions(NamedTuple):
     at_random: list[Completion]
 
 
-def choose_completions(sequences: Sequences) -> Completions:
+def choose_completions(sequences: Sequences, config: RolloutCorrectionConfig | None = None) -> Completions:
     """
     Choose about ten completions: those that lost the largest sum of `abs(advantage) * max(0, 1 - factor)` over their tokens,
-    and some drawn at random, always the same ones of a dump. Each has at least one token of the loss.
+    and some drawn at random, always the same ones of a dump. Each has at least one token of the loss. `config` names the rules
+    that rejected tokens.
     """
     factor = np.nan_to_num(sequences.coefficients)
     removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))
@@ -71,7 +75,9 @@ def choose_completions(sequences: Sequences) -> Completions:
     others[most] = False
     candidates = np.flatnonzero(others)
     drawn = np.random.default_rng(0).permutation(candidates)[:_AT_RANDOM]
-    lost_most, at_random = ([_completion(sequences, int(row)) for row in rows] for rows in (most, np.sort(drawn)))
+    lost_most, at_random = (
+        [_completion(sequences, int(row), config) for row in rows] for rows in (most, np.sort(drawn))
+    )
     return Completions(lost_most, at_random)
 
 
@@ -84,7 +90,25 @@ def effects_of(sequences: Sequences, row: int) -> np.ndarray:
     return np.where(sequences.mask[here], "idle" if idle else effects, "outside")
 
 
-def _completion(sequences: Sequences, row: int) -> Completion:
+def reasons_of(sequences: Sequences, row: int, config: RolloutCorrectionConfig | None) -> list[str]:
+    """Why each token of a sequence has no gradient: the criteria that reject it, or what else is known; empty if nothing is."""
+    here = sequences.slice(row)
+    criteria = {} if config is None or sequences.keep[here].all() else rejected_by(sequences, row, config)
+    finite = np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
+    bounding = None if config is None else config.settings.bounding
+    dropped = sequences.keep[here] & (sequences.coefficients[here] == 0) & (bounding is not None and bounding.drops)
+    reasons = []
+    for i in range(len(finite)):
+        names = [name for name, rejected in criteria.items() if rejected[i]]
+        if not finite[i]:
+            names = ["no finite log-probability"]
+        elif dropped[i]:
+            names = ["weight outside of `rollout_is_threshold`"]
+        reasons.append(" and ".join(names))
+    return reasons
+
+
+def _completion(sequences: Sequences, row: int, config: RolloutCorrectionConfig | None) -> Completion:
     here, effects = sequences.slice(row), effects_of(sequences, row)
     prompt = sequences.prompt(row)
     names, counts = np.unique(effects, return_counts=True)
@@ -97,11 +121,11 @@ def _completion(sequences: Sequences, row: int) -> Completion:
         bool(sequences.sampled[row]),
         int(sequences.mask[here].sum()),
         dict(zip(names.tolist(), counts.tolist(), strict=True)),
-        _pieces(sequences, row, effects),
+        _pieces(sequences, row, effects, reasons_of(sequences, row, config)),
     )
 
 
-def _pieces(sequences: Sequences, row: int, effects: np.ndarray) -> list[Piece]:
+def _pieces(sequences: Sequences, row: int, effects: np.ndarray, reasons: list[str]) -> list[Piece]:
     """The tokens that are shown, and the runs between them."""
     here = sequences.slice(row)
     factor, ids = sequences.coefficients[here], sequences.token_ids[here]
@@ -117,7 +141,9 @@ def _pieces(sequences: Sequences, row: int, effects: np.ndarray) -> list[Piece]:
         if effects[i] == "outside" and pieces and pieces[-1].effect == "outside":
             pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + text)
         else:
-            pieces.append(Piece(text, str(effects[i]), i + 1, float(train[i]), float(rollout[i]), float(factor[i])))
+            reason = reasons[i] if effects[i] == "gone" else ""
+            numbers = i + 1, float(train[i]), float(rollout[i]), float(factor[i])
+            pieces.append(Piece(text, str(effects[i]), *numbers, reason=reason))
     return pieces
 
 

@@ -3,13 +3,28 @@
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
+from ...messages import PREFIX
 from ..analysis.run import Run
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
-from ..monitor.bands import HEALTHY
-from ..monitor.examine import examine
+from ..monitor.bands import HEALTHY, in_words
+from ..monitor.conditions import without_advantages
+from ..monitor.examine import examine, is_small
 from ..monitor.rule import Alarm
-from ..text import steps
+from ..monitor.windows import Window
+from ..text import number, steps
+
+
+# Metrics with a healthy band that a box or a chart shows
+SHOWN = (
+    "k3_kl",
+    "rollout_rs_masked_fraction",
+    "rollout_is_eff_sample_size",
+    "effective_lr",
+    "kl_advantage_positive",
+    "rollout_is_mean",
+)
 
 
 class Facts(NamedTuple):
@@ -35,7 +50,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     settings = None if run.config is None else run.config.settings
     iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
     findings = examine(run.entries, settings, num_iterations=iterations)
-    diagnosis = None if letter else _diagnose(run, quiet=not findings and not run.log.empty)
+    diagnosis = None if letter else _diagnose(run, quiet=not findings and is_small(run.entries))
     return Facts(name, letter, run, windows, findings, diagnosis)
 
 
@@ -50,7 +65,31 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
     is_expected = facts.diagnosis is not None and facts.diagnosis.expected
     expected = " Its gap is expected, and is corrected." if is_expected else ""
+    if doubts := _outside(facts.run) + _without_advantages(facts.run):
+        return "unknown", "No alarm", f"No alarm was raised in {facts.windows}, but {'; '.join(doubts)}.{expected}"
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
+
+
+def _outside(run: Run) -> list[str]:
+    """Metrics on the page that leave their healthy band in some window, in words."""
+    found = []
+    for metric in SHOWN:
+        values = run.log.get(PREFIX + metric, pd.Series(dtype=float)).dropna()
+        off = [float(value) for value in values if not is_healthy(metric, value)]
+        if off:
+            span = number(off[0]) if len(off) == 1 else f"{number(min(off))} to {number(max(off))}"
+            found.append(f"`{metric}`, healthy {in_words(metric)}, is {span} in {len(off)} of {len(values)} windows")
+    return found
+
+
+def _without_advantages(run: Run) -> list[str]:
+    """Whether there was nothing to learn from in most windows, in words."""
+    known = [x for entry in run.entries if (x := without_advantages(Window(entry, None))) is not None]
+    if not known or 2 * sum(known) <= len(known):
+        return []
+    return [
+        f"all advantages were 0 in {sum(known):.0f} of {len(known)} windows, so that there was nothing to learn from"
+    ]
 
 
 def is_healthy(metric: str, value: float) -> bool:

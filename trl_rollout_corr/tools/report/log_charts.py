@@ -137,7 +137,10 @@ def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
         return Card(f"{trend.title}: -", "not logged")
     n = max(min(_LAST, len(values) // 2), len(values) // _LAST, 1)
     first, last = float(values[:n].mean()), float(values[-n:].mean())
-    notes = [f"at first {number(first)}"] if len(values) > 1 else []
+    span, of_first = (
+        (f"mean of the last {n} windows", f"of the first {n}") if n > 1 else ("last window", "first window")
+    )
+    notes = [f"{span}; {of_first}: {number(first)}"] if len(values) > 1 else []
     level = ""
     if metric in HEALTHY:
         notes.append(f"healthy: {in_words(metric)}")
