@@ -7,12 +7,14 @@ there. In a table, columns that the function does not know are written by hand; 
 
 import dataclasses
 import inspect
+import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import trl_rollout_corr
-from benchmarks.tables import grid
+from benchmarks.tables import grid, markdown
 from trl_rollout_corr.messages import capitalized
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
@@ -20,15 +22,20 @@ from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.monitor.bands import in_words
+from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, SILENCED
 from trl_rollout_corr.tools.text import yaml_lines
 
 
+RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmarks/arena/alarms.py` writes it
 # What depends on the run in the message of an alarm
 IN_SHORT = {
     "corrects": "the run corrects for it",
-    "uncorrected": "Not every run is harmed by a gap of this size. Otherwise training is biased, and the gap tends to grow.",
-    "corrected": "This may be harmless: a gap of old weights grows at first and shrinks later.",
+    "uncorrected": "Not every run is harmed by a gap of up to 0.1. Otherwise training is biased, and the gap tends to grow.",
+    "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",
+    "gave": "16 bits gave 0.002",
+    "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
+    "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
     "close": "Find out [where it comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
     "preset": "auto",
@@ -69,10 +76,56 @@ def alarms(table: str) -> str:
             "alarm": f"[`{name}`](#{name})",
             "severity": bound.severity,
             "limit": f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
-            "steps": f"{bound.patience} in a row" if bound.lasting else most,
+            "steps": f"{bound.patience} in a row" if bound.lasting else f"{most}{_at_once(bound)}",
         }
 
     return completed(table, cells, BOUNDS)
+
+
+def _at_once(bound: Bound) -> str:
+    """The limit of a single step, if there is one."""
+    side = "below" if bound.below else "above"
+    return f", or 1 {side} {bound.at_once(bound.limit):g}" if math.isfinite(bound.far) else ""
+
+
+def alarm_record(inside: str) -> str:
+    """How many of the published runs raise each alarm, and the alarms that none raises."""
+    results = json.loads(RECORD.read_text(encoding="utf-8"))
+    runs, rows = results["runs"], results["alarms"]
+    dips = sum(of_kind["dip"] for of_kind in runs.values())
+    columns = {
+        f"healthy, corrected: {runs['corrected']['healthy']} runs": "corrected",
+        f"healthy, uncorrected: {runs['uncorrected']['healthy']}": "uncorrected",
+        f"healthy, fresh weights: {runs['fresh']['healthy']}": "fresh",
+        f"dip: {dips}": "dip",
+        f"collapse, corrected: {runs['corrected']['collapse']}": "in_time",
+        f"collapse, uncorrected: {runs['uncorrected']['collapse']}": "in_time_uncorrected",
+        f"wrong log-probabilities: {sum(runs['faulty'].values())}": "faulty",
+    }
+    raised = {name: row for name, row in rows.items() if any(row.values())}
+    lines = [[f"[`{name}`](#{name})", *(str(row[key]) for key in columns.values())] for name, row in raised.items()]
+    never = ", ".join(f"`{name}`" for name in rows if name not in raised)
+    some = results["any"]
+    healthy = f"Of the {runs['corrected']['healthy']} healthy corrected runs, {some['alarm']} raise some alarm, and "
+    healthy += f"{some['ends']} one that can end a run. With `rollout_monitor: stop`, {some['stopped_collapses']} of "
+    healthy += f"{some['collapses']} collapses and {some['stopped_others']} other runs would have been ended."
+    return f"{grid(['alarm', *columns], lines)}\n\nIn none of these runs: {never}. {healthy}"
+
+
+def gaps_by_age(inside: str) -> str:
+    """`k3_kl` of the published runs by the age of the weights in vLLM."""
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))["ages"]
+    columns = {
+        "age, optimizer steps": "{age}",
+        "healthy runs with `auto`": "{healthy}",
+        "smallest `k3_kl`": "{smallest:g}",
+        "median": "{median:g}",
+        "largest": "{largest:g}",
+        "above 0.01": "{above}",
+        "corrected runs that collapsed": "{collapsed}",
+        "their median": "{fell}",
+    }
+    return markdown([{**row, "fell": row["median_collapsed"] or "-"} for row in rows], columns)
 
 
 def alarm_sections(inside: str) -> str:
@@ -151,8 +204,11 @@ def dump(table: str) -> str:
 def made(page: str) -> str:
     """A page with its parts as the code has them."""
     parts = {
-        it.__name__: it for it in (alarms, alarm_sections, cause_sections, metrics, fields, criteria, names, dump)
-    }
+        it.__name__: it
+        for it in (
+            alarms, alarm_record, gaps_by_age, alarm_sections, cause_sections, metrics, fields, criteria, names, dump,
+        )
+    }  # fmt: skip
     return re.sub(
         r"(<!-- made: (\w+) -->\n)(.*?)(<!-- end -->)",
         lambda match: f"{match[1]}\n{parts[match[2]](match[3])}\n\n{match[4]}",

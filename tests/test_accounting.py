@@ -76,6 +76,8 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             rewards["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
     means = {f"{name}/reward_mean": values for name, values in rewards.items()}
     means["reward_mean"] = [*rewards["kept"], *rewards["rejected"]]
+    idle = [not a for a, valid in zip(rows["advantages"], rows["valid"], strict=True) if any(valid)]
+    means["zero_advantage_fraction"] = idle
     return {key: sum(values) / len(values) for key, values in (shares | gaps | means).items()}
 
 

@@ -1,14 +1,13 @@
 """The health rules: each alone on small histories, the advice that follows, and both on the runs of the published logs."""
 
 import json
-import lzma
 import math
 import re
 
 import pytest
 
 from tests.dumps import make_dump
-from tests.launching import ROOT
+from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX
@@ -17,7 +16,7 @@ from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
-from trl_rollout_corr.tools.monitor.texts import ADVISED, fill, preset_for
+from trl_rollout_corr.tools.monitor.texts import ADVISED, HUGE, LARGE, ROUNDED, fill, preset_for
 from trl_rollout_corr.tools.monitor.windows import Window
 
 
@@ -44,9 +43,13 @@ WEIGHTS = {
 REJECTION = {"rollout_rs_masked_fraction": 0.05, "rollout_is_veto_fraction": 0.01}
 CORRECTED = {**HEALTHY_WINDOW, **WEIGHTS, **REJECTION}
 
+FRESH = {"staleness_max": 0.0}
+
 # By bound: settings, what differs from a healthy window, and the same just within the bounds
 ILL = {
     "no_tokens": ({}, {"nonfinite_fraction": math.nan}, {"nonfinite_fraction": 0.0}),
+    "nothing_to_learn": ({}, {"zero_advantage_fraction": 1.0}, {"zero_advantage_fraction": 0.99}),
+    "k3_at_start": (DISABLED, {**FRESH, "k3_kl": 0.101, "kl": 0.1}, {**FRESH, "k3_kl": 0.01, "kl": 0.01}),
     "nonfinite_many": ({}, {"nonfinite_fraction": 0.11}, {"nonfinite_fraction": 0.0}),
     "nonfinite": ({}, {"nonfinite_fraction": 1e-6}, {"nonfinite_fraction": 0.0}),
     "everything_rejected": ({}, {"effective_lr": 0.0}, {"effective_lr": 0.51}),
@@ -107,27 +110,79 @@ def test_an_alarm_is_raised_out_of_bounds_and_not_within(name):
     bound = BOUNDS[name]
     assert finding.bound == name
     assert (finding.severity, finding.key) == (bound.severity, PREFIX + bound.key)
-    assert (finding.step, finding.last_step) == (bound.patience // 2 + 1, 60)
-    assert finding.value == pytest.approx(bound.value(_window({**window, **ill}, settings)))
+    assert (finding.step, finding.last_step) == (bound.lasting or bound.most, 60)
+    seen = _window({**window, **ill}, settings)
+    seen.course.add(seen)
+    assert finding.value == pytest.approx(bound.value(seen))
 
 
 def _window(window, settings):
-    return Window({PREFIX + key: value for key, value in window.items()}, settings)
+    return Window({"step": 1, **{PREFIX + key: value for key, value in window.items()}}, settings)
 
 
-@pytest.mark.parametrize("name", [name for name in ILL if BOUNDS[name].patience > 1])
+ALONE = [name for name in ILL if BOUNDS[name].patience > 1 and not BOUNDS[name].lasting]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_a_single_window_is_forgiven_and_most_of_several_are_not(name):
     fields, ill, _ = ILL[name]
-    window, patience = healthy(fields), BOUNDS[name].patience
+    window, bound = healthy(fields), BOUNDS[name]
     ill = {**window, **ill}
-    alone = [window] * (patience - 1) + [ill]
+    alone = [window] * 11 + [ill]
     assert name not in found(history(*alone * 20), config(**fields))
-    most = [ill] * (patience // 2 + 1) + [window] * (patience // 2)
+    most = [ill] * bound.most + [window] * (bound.patience - bound.most)
     assert name in found(history(*most * 2), config(**fields))
 
 
+@pytest.mark.parametrize("name", ALONE)
+def test_a_fault_that_comes_back_is_an_alarm_unless_chance_brings_it_back(name):
+    fields, ill, _ = ILL[name]
+    window = healthy(fields)
+    third = [window, window, {**window, **ill}]
+    alarms = [alarm for alarm in examine(history(*third * 10), config(**fields)) if alarm.bound == name]
+    assert [(alarm.step, alarm.last_step) for alarm in alarms] == ([(12, 30)] if BOUNDS[name].returns else [])
+
+
+FAR = {
+    "k3_high": {"k3_kl": 0.31, "kl": 0.3},
+    "k3_corrected": {"k3_kl": 0.31, "kl": 0.3},
+    "nonfinite_many": {"nonfinite_fraction": 0.51},
+    "weight_mean_low": {"rollout_is_mean": 0.049},
+    "weight_mean_high": {"rollout_is_mean": 20.1},
+    "effective_sample_size": {"rollout_is_eff_sample_size": 0.029},
+    "vetoed": {"rollout_is_veto_fraction": 0.51},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_single_window_far_beyond_the_limit_is_enough(name):
+    assert (name in FAR) == (BOUNDS[name].far < math.inf)
+    if name in FAR:
+        fields, near, _ = ILL[name]
+        window = healthy(fields)
+        quiet, later = [window] * 9, [window] * 9
+        far = examine(history(*quiet, {**window, **FAR[name]}, *later), config(**fields))
+        assert (name, 10, 10) in [(alarm.bound, alarm.step, alarm.last_step) for alarm in far]
+        assert name not in found(history(*quiet, {**window, **near}, *later), config(**fields))
+
+
+def test_a_gap_in_every_third_step_is_no_healthy_run():
+    """The steps of a public report, with 0 between them."""
+    gaps = [0.0, 0.0, 10.7, 0.0, 0.0, 11.0, 0.0, 0.0, 13.6, 0.0, 0.0, 16.7]
+    windows = [{**CORRECTED, **FRESH, "k3_kl": gap, "kl": gap} for gap in gaps]
+    for settings, name in ((config(), "k3_corrected"), (config(**DISABLED), "k3_high")):
+        (alarm,) = examine(history(*windows), settings)
+        assert (alarm.bound, alarm.step, alarm.last_step) == (name, 3, 12)
+        assert not re.search("harmless|Not every run", alarm.why)
+
+
 KNOWN = {"unknown": None, "auto": config(), "sequence": config(**SEQUENCE), "off": config(**DISABLED)}
-STATES = {"open": {}, "old": {"staleness_max": 8.0}, "start": {"k3_kl": 0.3, "kl": 0.3, "staleness_max": 0.0}}
+STATES = {
+    "open": {},
+    "old": {"staleness_max": 8.0},
+    "start": {"k3_kl": 0.3, "kl": 0.3},
+    "large": {"k3_kl": 5.0, "kl": 5.0, "staleness_max": 8.0},
+}
 
 
 def texts(name, settings, **metrics):
@@ -146,7 +201,7 @@ def test_what_an_alarm_says(name):
                 assert re.fullmatch(r"[A-Z`].*\.", text)
                 assert not re.search(r"\. [a-z]|  |[{}]|\.\.", text)
                 assert len(re.findall(r"\.(?= |$)", text)) <= 3, text
-                assert {*re.findall(r"`((?:rollout|bypass)_\w+)`", text)} <= fields | {
+                assert {*re.findall(r"`((?:rollout|bypass)_\w+)(?:: true)?`", text)} <= fields | {
                     "rollout_func",
                     "rollout_is_oob_ratio",
                 }
@@ -172,7 +227,7 @@ def test_a_gap_of_a_sampler_that_says_how_old_it_is_is_explained():
 
 
 def test_without_settings_both_are_said():
-    gap = history(*[{**CORRECTED, "k3_kl": 0.05, "kl": 0.05}] * 3)
+    gap = history(CORRECTED, *[{**CORRECTED, "k3_kl": 0.05, "kl": 0.05}] * 3)
     (alarm,) = examine(gap)
     assert (alarm.bound, alarm.severity) == ("k3_corrected", "warning")
     assert "not known whether the run corrects" in alarm.seen
@@ -268,7 +323,8 @@ def gaps(values, settings=None, **others):
 
 
 def severe(findings):
-    return [(finding.bound, finding.step) for finding in findings if finding.severity == "critical"]
+    """Alarms that end a run once the reward has fallen."""
+    return [(finding.bound, finding.step) for finding in findings if finding.ends]
 
 
 def test_a_gap_that_opens_and_closes_is_not_critical():
@@ -394,9 +450,9 @@ FILLERS = [(0.75, 0.52), (0.71, 0.5), (0.78, 0.54), (0.74, 0.5)]  # `kl` and `k3
 def test_fillers_in_a_quarter_of_the_tokens_are_named_as_a_bias():
     log = history(*[{**CORRECTED, "kl": kl, "k3_kl": k3, "staleness_max": 0.0} for kl, k3 in FILLERS * 3])
     alarms = {alarm.bound: alarm for alarm in examine(log, config())}
-    assert list(alarms) == ["k3_corrected", "biased_ratio"]
+    assert list(alarms) == ["k3_at_start", "biased_ratio"]
     assert alarms["biased_ratio"].value == pytest.approx(0.23, abs=0.01)
-    assert (alarms["k3_corrected"].last_step, alarms["biased_ratio"].step) == (8, 9)  # one of the two speaks
+    assert (alarms["k3_at_start"].step, alarms["biased_ratio"].step) == (1, 9)
     assert not any(re.search(r"\bstale|push", str(alarm)) for alarm in alarms.values())
 
 
@@ -411,8 +467,9 @@ def test_a_gap_without_a_bias_has_none():
 def test_log_probabilities_that_go_wrong_later_are_left_to_the_correction():
     broken = {"kl": -0.6, "k3_kl": 1000.0}
     log = history(*[CORRECTED] * 5, *[{**CORRECTED, **broken}] * 9, *[CORRECTED] * 5)
-    assert {(f.bound, f.severity) for f in examine(log, config())} == {("biased_ratio", "warning")}
-    assert severe(examine(log, config(**DISABLED))) == [("k3_high", 7)]
+    alarms = {(f.bound, f.severity, f.step) for f in examine(log, config())}
+    assert alarms == {("k3_corrected", "warning", 6), ("biased_ratio", "warning", 7)}
+    assert severe(examine(log, config(**DISABLED))) == [("k3_high", 6)]
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -537,61 +594,72 @@ def test_bounds_that_cannot_be_meant_are_refused(bounds, message):
 
 
 @pytest.fixture(scope="module")
-def runs():
-    """Runs of the second comparison, each with its correction, its course and its alarms, by name."""
-    text = lzma.decompress((ROOT / "benchmarks/arena/runs.jsonl.xz").read_bytes()).decode()
-    return {
-        run["name"]: summary(run) for run in map(json.loads, text.splitlines()) if PREFIX + "k3_kl" in run["history"]
-    }
+def arena():
+    with benchmarks("arena", "") as load:
+        yield load("alarms")
 
 
-def summary(run):
-    history = run["history"]
-    log = [dict(zip(history, values, strict=True)) for values in zip(*history.values(), strict=True)]
-    options = run["settings"]["options"]
-    name = options.get("rollout_correction", "auto")
-    fields = {key: value for key, value in options.items() if key in RolloutCorrectionConfig.__dataclass_fields__}
-    settings = config(**fields) if name in PRESETS or name in ("disabled", None) else None
-    best = [max(run["accuracy"][: i + 1]) for i in range(len(run["accuracy"]))]
-    low = [now <= top - 0.1 for now, top in zip(run["accuracy"], best, strict=True)]
-    fall = next((step for step, a, b in zip(run["steps"], low, low[1:], strict=False) if a and b), None)
-    uncorrected = settings is not None and not settings.corrects
-    return {"settings": settings, "uncorrected": uncorrected, "keeps": not any(low), "fall": fall,
-            "alarms": examine(log, settings)}  # fmt: skip
+@pytest.fixture(scope="module")
+def runs(arena):
+    """Published runs, each with its kind, its course and its alarms."""
+    return arena.replays()
 
 
-# Runs that were made after the rules were set, in most of which the policy moves fast
+# Runs that were made after the limits were set, in most of which the policy moves fast
 LATER = re.compile("-(before|rot02|countdowns)-|-fp8-|unpack-lag_(4|16)-")
 
 
-def test_a_critical_alarm_is_seldom_false_where_the_run_corrects_or_is_never_stale(runs):
-    kept = {x: run for x, run in runs.items() if run["keeps"] and (not run["uncorrected"] or "on_policy" in x)}
-    false = [name for name, run in kept.items() if any(alarm.severity == "critical" for alarm in run["alarms"])]
-    known, later = (
-        [name for name in names if bool(LATER.search(name)) == x] for x, names in ((False, kept), (True, kept))
-    )
-    assert len(known) > 300
-    assert len({*false} & {*known}) <= 0.03 * len(known)
-    assert len({*false} & {*later}) <= 0.2 * len(later)  # 5 of 37, which dipped for a while
+def test_the_published_record_is_that_of_the_rules(arena, runs):
+    """`python benchmarks/arena/alarms.py` writes it."""
+    assert json.loads(arena.DATA.read_text()) == arena.counted(runs)
+
+
+def test_a_critical_alarm_is_never_false(runs):
+    """A sampler that reports wrong log-probabilities has one from the first step on, and no other run has any."""
+    critical = {x.record["name"]: x for x in runs if any(alarm.severity == "critical" for alarm in x.alarms)}
+    assert critical.keys() == {run.record["name"] for run in runs if run.kind == "faulty"}
+    assert len(critical) >= 50
+    assert {alarm.step for run in critical.values() for alarm in run.alarms if alarm.severity == "critical"} == {1}
+
+
+def test_an_alarm_that_ends_a_run_is_seldom_false_where_the_run_corrects(runs):
+    healthy = [run for run in runs if run.course == "healthy" and run.kind in ("corrected", "fresh")]
+    false = [run for run in healthy if any(alarm.ends for alarm in run.alarms)]
+    for later, share in ((False, 0.03), (True, 0.2)):  # the later ones dipped for a while
+        shown, of = (
+            [run for run in some if bool(LATER.search(run.record["name"])) == later] for some in (false, healthy)
+        )
+        assert len(of) > 50
+        assert len(shown) <= share * len(of)
+
+
+def test_a_healthy_run_with_fresh_weights_has_no_alarm(runs):
+    fresh = [run for run in runs if run.kind == "fresh" and run.course == "healthy"]
+    assert len(fresh) > 70
+    assert [run.record["name"] for run in fresh if run.alarms] == []
 
 
 def test_garbage_tokens_are_named_as_a_bias(runs):
     """In runs with garbage, every second completion has a token with a wrong log-probability, from the first step on."""
-    biased = {name for name, run in runs.items() if any(alarm.bound == "biased_ratio" for alarm in run["alarms"])}
-    assert biased >= {name for name in runs if "garbage" in name}
-    others = {name for name, run in runs.items() if run["keeps"] and not re.search("garbage|burst", name)}
+    biased = {run.record["name"] for run in runs if any(alarm.bound == "biased_ratio" for alarm in run.alarms)}
+    assert biased >= {run.record["name"] for run in runs if run.kind == "faulty" and run.course == "healthy"}
+    others = {run.record["name"] for run in runs if run.kind != "faulty" and run.course == "healthy"}
     assert len(biased & others) <= 0.1 * len(others)
 
 
-def test_an_uncorrected_fall_is_announced(runs):
-    falls = [run for run in runs.values() if run["fall"] and run["uncorrected"]]
-    before = [
-        run
-        for run in falls
-        if min((a.step for a in run["alarms"] if a.severity == "critical"), default=999) < run["fall"]
-    ]
+def test_an_uncorrected_collapse_is_announced(runs):
+    falls = [run for run in runs if run.course == "collapse" and run.kind == "uncorrected"]
     assert len(falls) >= 10
-    assert len(before) >= 0.8 * len(falls)
+    assert sum(any(alarm.ends and run.announces(alarm) for alarm in run.alarms) for run in falls) >= 0.8 * len(falls)
+
+
+def test_what_messages_say_about_large_gaps_is_what_runs_show(arena):
+    """Most runs with a gap above the number in the text lost accuracy."""
+    rows = {row["k3_kl"]: row for row in json.loads(arena.DATA.read_text())["gaps"]}
+    collapsed = rows[LARGE]["uncorrected"]
+    assert collapsed["collapse"] > sum(collapsed.values()) / 2
+    lost = rows[HUGE]["corrected"]
+    assert lost["collapse"] + lost["dip"] > sum(lost.values()) / 2
 
 
 # The document ---------------------------------------------------------------------------------------------------------
@@ -607,5 +675,88 @@ def test_the_document_has_a_row_about_each_alarm():
 
 def test_the_message_about_low_precision_has_the_largest_gap_that_was_measured():
     gaps = json.loads((ROOT / "benchmarks/language_model/results.json").read_text())["gap"]
-    largest = max(row["k3"] for row in gaps if "fp8 cache" in row["sampler"])
-    assert f"an 8-bit KV cache gave up to {largest:.2f}." in texts("k3_high", None)[1]
+    plain = max(row["k3"] for row in gaps if row["sampler"] == row["trainer"] == "bfloat16")
+    cache = max(row["k3"] for row in gaps if "fp8 cache" in row["sampler"])
+    int8 = max(row["k3"] for row in gaps if "int8 weights" in row["sampler"])
+    judged = json.loads((ROOT / "benchmarks/arena/results.json").read_text())["eight_bits"]["rows"]
+    fp8 = max(row["k3"] for row in judged if "in_step" in row["cell"] and row["cell"].endswith("fp8"))
+    assert {"": round(plain, 3), "cache": round(cache, 2), "weights": round(max(int8, fp8), 3)} == ROUNDED
+
+
+ENGINES = {
+    "cache": {"kv_cache_dtype": "fp8"},
+    "weights": {"quantization": "fp8_per_channel"},
+    "few bits": {"quantization": "awq"},
+    "": {"dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("what", ENGINES)
+def test_rounding_comforts_only_the_run_that_rounds_and_only_up_to_its_number(what):
+    settings = config(rollout_engine_kwargs=ENGINES[what])
+    for gap in (0.012, 0.04, 0.06, 0.2, 1e24):
+        alarms = examine(history(*[{**CORRECTED, **FRESH, "k3_kl": gap, "kl": gap}] * 3), settings)
+        said = " ".join(f"{alarm.why} {alarm.advice}" for alarm in alarms)
+        critical = what == "" and gap > 0.1
+        assert [alarm.bound for alarm in alarms] == (
+            ["k3_at_start"] if critical else ["k3_corrected"] if gap > 0.03 else []
+        )
+        assert ("harmless" in said) == (0.03 < gap <= ROUNDED.get(what, 0.0))
+        assert ("KV cache gave" in said) == (what == "cache" and gap > 0.03)
+        assert ("8-bit weights gave" in said) == (what == "weights" and gap > 0.03)
+        assert ("Rounding does not explain it" in said) == critical
+
+
+def test_a_large_gap_of_fresh_weights_is_critical_at_once():
+    for gap in (0.11, 0.29, 1.7, 1e24):
+        for settings in (config(), config(**DISABLED), config(rollout_correction="trl"), None):
+            window = {**CORRECTED, **FRESH, "k3_kl": gap, "kl": gap}
+            alarm = examine(history(window), settings)[0]
+            assert (alarm.bound, alarm.severity, alarm.step) == ("k3_at_start", "critical", 1)
+            assert "Rounding does not explain it" in alarm.why
+            assert "`rollout_diagnose: true`" in alarm.advice
+            assert not re.search("harmless|8-bit|cache", str(alarm))
+            later = examine(history(*[{**CORRECTED, **FRESH}] * 3, window, window), settings)
+            assert "k3_at_start" not in [alarm.bound for alarm in later]
+    diagnosed = examine(history({**CORRECTED, **FRESH, "k3_kl": 1.7}), config(rollout_diagnose=True))[0]
+    assert diagnosed.advice.startswith("Read what `rollout_diagnose` says")
+
+
+# How public reports and other fillers look: `kl` and `k3_kl`
+BIASED = {
+    "0.0 in 99.8 % of the places, of a public run": (0.0032, 1635.0),
+    "the mean of the sequence": (0.0, 1.7),
+    "another token": (-5.0, 4000.0),
+}
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_fillers_make_the_mean_ratio_differ_from_1(name):
+    kl, k3 = BIASED[name]
+    ill = {**CORRECTED, **FRESH, "kl": kl, "k3_kl": k3}
+    for quiet in (0, 20):
+        log = history(*[{**CORRECTED, **FRESH}] * quiet, *[ill] * 9)
+        assert "biased_ratio" in found(log, config())
+
+
+@pytest.mark.parametrize("share", [0.98, 1.0, 1.04])
+def test_the_ratio_of_healthy_runs_is_no_bias(share):
+    for k3 in (0.001, 0.02, 0.2):
+        log = history(*[{**CORRECTED, "kl": share * k3, "k3_kl": k3}] * 60)
+        assert "biased_ratio" not in found(log, config())
+
+
+def test_nothing_to_learn_names_answers_that_are_cut():
+    idle = {**CORRECTED, "zero_advantage_fraction": 1.0}
+    log = history(*[idle] * 7)
+    (alarm,) = examine(log, config())
+    assert (alarm.bound, alarm.severity, alarm.step) == ("nothing_to_learn", "warning", 7)
+    assert "cut" not in alarm.advice
+    (cut,) = examine([{**entry, "completions/clipped_ratio": 0.98} for entry in log], config())
+    assert "A share of 0.98 of the completions is cut" in cut.advice
+    learns = {**idle, "zero_advantage_fraction": 0.5}
+    assert found(history(*[idle] * 6, learns, *[idle] * 6), config()) == []
+    assert found(history(*[idle, {**idle, "zero_advantage_fraction": 0.9}] * 30), config()) == []
+    # rounding leaves advantages of equal rewards, which TRL counts as a group without a spread
+    rounded = [{**entry, "frac_reward_zero_std": 1.0} for entry in history(*[CORRECTED] * 7)]
+    assert found(rounded, config()) == ["nothing_to_learn"]

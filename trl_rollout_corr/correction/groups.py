@@ -31,6 +31,7 @@ class Groups(SegmentedSums):
         "sign": tuple(f"{sign}/{measure}" for sign in SIGNS for measure in _MEASURES),
         "turn": tuple(f"turn_{turn}/{measure}" for turn in TURNS for measure in ("tokens", "k3")),
         "mean_reward": ("kept/rows", "kept/reward", "rejected/rows", "rejected/reward"),
+        "advantage": ("rows", "idle/rows"),
     }
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
@@ -41,6 +42,8 @@ class Groups(SegmentedSums):
             metrics["reward_mean"] = total / rows
         if applied.rejects:
             metrics |= {f"{name}/reward_mean": total / rows for name, (total, rows) in rewards.items() if rows}
+        if s["rows"]:
+            metrics["zero_advantage_fraction"] = s["idle/rows"] / s["rows"]
         for sign in SIGNS:
             if tokens := s[f"{sign}/tokens"]:
                 if applied.rejects:
@@ -72,9 +75,11 @@ def add_up_groups(
     rewards, counted = rewards.to(lengths.dtype), lengths.sign()
     scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
     keeps_none = by_row[:, 1] >= lengths
+    idle = advantages == 0 if advantages.dim() == 1 else (advantages == 0).all(1)
     of_reward = torch.stack([scored, scored * rewards], 1)
     segments = {
         "sign": torch.stack([(by_row * chosen).sum(0) for chosen in (total > 0, total < 0)]),
+        "advantage": torch.stack([counted.sum(), (counted * idle).sum()]),
         "mean_reward": torch.stack([(of_reward * chosen.unsqueeze(1)).sum(0) for chosen in (~keeps_none, keeps_none)]),
     }
     if turns is not None and log_ratio is not None:

@@ -40,8 +40,9 @@ class RolloutCorrectionMonitor(Watcher):
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            `"stop"` saves a checkpoint and ends training at a critical alarm, once the reward has fallen: gradually, after a
-            time without a fall that is twice as long, by more than other prompts explain (`trl-rollout-corr docs debugging`).
+            `"stop"` saves a checkpoint and ends training once the reward has fallen while an alarm about the gap lasts:
+            gradually, after a time without a fall that is twice as long, by more than other prompts explain
+            (`trl-rollout-corr docs debugging`).
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 
@@ -124,6 +125,7 @@ class RolloutCorrectionMonitor(Watcher):
         self._not_ours = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
         steps = [{**logs, "step": state.global_step}] if self.observer is None else self.observer.read_steps()
         self._examine(steps, args, state, control)
+        self._not_ours.pop("frac_reward_zero_std", None)  # of the steps up to here, and no later one
         _add(ALARMS, len(self._alarms), logs, state)
         self._alarms.clear()
 
@@ -143,8 +145,9 @@ class RolloutCorrectionMonitor(Watcher):
             alarms = self._examiner.observe({**self._not_ours, **window})
             self._alarms.update(alarm.bound for alarm in alarms)
             acted = self._act(alarms, args, control)
+            reason = next((alarm for alarm in alarms if alarm.ends), None)
             for alarm in alarms:
-                self._say(alarm, acted if alarm is alarms[0] else None, state)
+                self._say(alarm, acted if alarm is reason else None, state)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -159,9 +162,9 @@ class RolloutCorrectionMonitor(Watcher):
     # Actions ----------------------------------------------------------------------------------------------------------
 
     def _act(self, findings: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
-        """Act on a critical alarm, if the reward has fallen as well. Returns a sentence about the action."""
-        critical, reward = bool(findings) and findings[0].severity == "critical", self._examiner.reward
-        if self.action == "warn" or not critical or not reward.fell:
+        """Act on an alarm that may end a run, if the reward has fallen as well. Returns a sentence about the action."""
+        reward = self._examiner.reward
+        if self.action == "warn" or not any(finding.ends for finding in findings) or not reward.fell:
             return None
         self._stopping = control.should_save = control.should_training_stop = True
         return (

@@ -52,4 +52,21 @@ def bias(window: Window) -> float | None:
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None:
         return None
-    return abs(k3 - kl) if abs(k3 - kl) > k3 else window.course.lasting_excess
+    proven = abs(k3 - kl) > k3 or window.course.too_likely
+    return abs(k3 - kl) if proven else window.course.lasting_excess
+
+
+def gap_from_the_start(window: Window) -> float | None:
+    """The smallest of `k3_kl` now and in the first optimizer steps, if no weights were stale there; `None` if unknown."""
+    now, first = window.get("k3_kl"), window.course.gap_of_fresh_weights
+    return None if now is None or first is None else min(now, first)
+
+
+def without_advantages(window: Window) -> float | None:
+    """
+    1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave advantages of equal rewards
+    that are not quite 0, so TRL's share of groups without a spread counts as well. `None` if neither is known.
+    """
+    shares = window.get("zero_advantage_fraction"), window.metrics.get("frac_reward_zero_std")
+    known = [share for share in shares if share is not None]
+    return float(1.0 in known) if known else None

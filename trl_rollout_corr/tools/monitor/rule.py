@@ -1,5 +1,6 @@
 """The form of a rule, of its bounds, and of the alarm that a bound raises."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ class Alarm:
     """An alarm: something unhealthy."""
 
     bound: str  # its name in `rollout_monitor_bounds`
-    severity: str  # "warning", or "critical", which ends a run if the monitor is set to do so
+    severity: str  # "critical" if something is wrong for certain, else "warning"
     key: str  # metric that was compared
     step: int  # optimizer step at which it was raised first
     last_step: int  # optimizer step at which it held last
@@ -24,6 +25,7 @@ class Alarm:
     why: str  # what it may mean
     advice: str  # settings to change or the place to look
     limit: str  # that was passed: "> 0.03"
+    ends: bool  # if the reward has fallen as well, it ends a run whose monitor may stop it
 
     @property
     def in_short(self) -> str:
@@ -34,8 +36,10 @@ class Alarm:
         return f"{self.seen} {self.why} {self.advice}"
 
 
-# A window of so many optimizer steps is enough for a critical alarm: three of them would be longer than most falls.
+# A window of so many optimizer steps is enough for an alarm that ends a run: three of them would be longer than most falls.
 LONG = 10
+# A fault comes and goes if so many of the latest windows are unhealthy: every third step is
+RETURNS, LATEST = 4, 12
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,15 @@ class Bound:
     seen: str  # the observation, with `{value}`, `{limit}` and `{side}` ("above" or "below")
     why: str
     advice: str  # the settings to change
-    severity: str = "warning"  # or critical
+    severity: str = "warning"  # or critical, if the alarm is never false
     below: bool = False  # the metric is unhealthy below the limit, not above it
     patience: int = 3  # windows: passed if more than half of the latest ones are unhealthy, with the latest
     lasting: int = 0  # passed after so many consecutive unhealthy steps (at least two windows, and at most `patience`)
+    far: float = math.inf  # times the limit: a single window beyond it is enough
+    returns: bool = (
+        True  # passed as well if unhealthy windows come back; False if chance makes them come back in a small batch
+    )
+    ends: bool = False  # with a fall of the reward, it ends a run whose monitor may stop it
     applies: Callable[[Window], bool] = lambda window: True
     measure: Callable[[Window], float | None] | None = None  # the number of a window in place of the metric
     confirmed: Callable[[Window], bool] = lambda window: True  # a second condition, checked when the bound is passed
@@ -65,14 +74,25 @@ class Bound:
         """Key of the metric in a log."""
         return PREFIX + self.key
 
+    @property
+    def most(self) -> int:
+        """More than half of the windows that it looks at."""
+        return self.patience // 2 + 1
+
+    @property
+    def remembers(self) -> int:
+        """The number of latest windows that [`Bound.holds`] looks at."""
+        return max(self.patience, LATEST)
+
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
         """True if it is passed after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
-        if self.severity == "critical" and spacing >= max(self.lasting, LONG):
+        if self.ends and spacing >= max(self.lasting, LONG):
             return streak[-1]
-        if not self.lasting:
-            return streak[-1] and sum(streak) > self.patience // 2
-        needed = windows_of(self.lasting, spacing, at_most=self.patience)
-        return len(streak) >= needed and all(streak[-needed:])
+        if self.lasting:
+            needed = windows_of(self.lasting, spacing, at_most=self.patience)
+            return len(streak) >= needed and all(streak[-needed:])
+        comes_back = self.returns and self.most <= RETURNS <= sum(streak[-LATEST:])
+        return streak[-1] and (sum(streak[-self.patience :]) >= self.most or comes_back)
 
     def value(self, window: Window) -> float | None:
         """The number that is compared, or `None` if the bound does not apply."""
@@ -82,3 +102,11 @@ class Bound:
 
     def unhealthy(self, value: float, limit: float) -> bool:
         return value < limit if self.below else value > limit
+
+    def is_far(self, value: float, limit: float) -> bool:
+        """True if a single value is so far beyond the limit that no second one is needed."""
+        return self.unhealthy(value, self.at_once(limit))
+
+    def at_once(self, limit: float) -> float:
+        """The limit of a single value."""
+        return limit / self.far if self.below else limit * self.far

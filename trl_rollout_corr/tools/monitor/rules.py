@@ -4,7 +4,7 @@ from typing import Any
 
 from . import conditions
 from .rule import Bound
-from .texts import FRESHER, LOWER_CAP, MOMENTUM, TOKEN_LEVEL, WIDEN
+from .texts import FRESHER, LARGE, LOWER_CAP, MOMENTUM, TOKEN_LEVEL, WIDEN
 
 
 def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
@@ -21,12 +21,31 @@ RULES = [
         seen="No token was left in the loss, so this step has no metrics.",
         why=f"This may be chance in a small batch. {MOMENTUM}",
         advice="{no_tokens}",
+        returns=False,
         patience=5,
         measure=conditions.without_tokens,
     ),
     _rule(
+        "nothing_to_learn",
+        key="zero_advantage_fraction",
+        limit=0.5,
+        seen="All advantages are 0, so no reward changes the policy.",
+        why=f"All completions of a prompt got the same reward, or none. {MOMENTUM}",
+        advice="{cut} Check that the reward function does not always return the same number or None.",
+        patience=7,
+        lasting=7,
+        measure=conditions.without_advantages,
+    ),
+    _rule(
         "nonfinite",
-        {"name": "nonfinite_many", "limit": 0.1, "severity": "critical", "covers": ("everything_rejected",)},
+        {
+            "name": "nonfinite_many",
+            "limit": 0.1,
+            "far": 5.0,
+            "severity": "critical",
+            "ends": True,
+            "covers": ("everything_rejected",),
+        },
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
@@ -36,11 +55,27 @@ RULES = [
     ),
     _rule(
         "k3_kl",
-        {"name": "k3_high", "limit": 0.03, "severity": "critical"},
+        {
+            "name": "k3_at_start",
+            "limit": LARGE,
+            "severity": "critical",
+            "ends": True,
+            "seen": "`k3_kl` has been at least {value:.2g} since the first step, above {limit:g}, where no update of the "
+            "weights can be the reason.",
+            "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, has other "
+            "weights or another temperature, or its log-probabilities are not those of the sampled tokens. A correction hides "
+            "that, and does not repair it.",
+            "advice": "{diagnose}",
+            "patience": 1,
+            "measure": conditions.gap_from_the_start,
+            "applies": lambda window: not window.rounds_more,
+        },
+        {"name": "k3_high", "limit": 0.03, "far": 10.0, "ends": True},
         {"name": "k3_uncorrected", "limit": 0.015, "patience": 5},
         {
             "name": "k3_corrected",
             "limit": 0.03,
+            "far": 10.0,
             "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and {corrects}.",
             "why": "{corrected}",
             "advice": "{close}",
@@ -56,7 +91,7 @@ RULES = [
         "unlearning",
         key="kl_advantage_positive",
         limit=0.02,
-        severity="critical",
+        ends=True,
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
         why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
@@ -85,7 +120,7 @@ RULES = [
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
-        severity="critical",
+        ends=True,
         seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
         advice="{closer} Set `rollout_correction` to {preset}, unless the run has it, and do not widen "
         "`rollout_rs_threshold`. If accuracy on held-out prompts still rises, you can wait.",
@@ -145,6 +180,7 @@ RULES = [
             "their tokens.",
         },
         key="rollout_is_mean",
+        far=10.0,
         seen="The mean importance weight is {value:.2g}, {side} {limit:g}.",
         applies=lambda window: window.weights_act,
     ),
@@ -152,6 +188,7 @@ RULES = [
         "effective_sample_size",
         key="rollout_is_eff_sample_size",
         limit=0.3,
+        far=10.0,
         below=True,
         seen="The effective sample size of the weights is {value:.2g}, below {limit:g}.",
         why="A few tokens or completions determine the gradient, so it is noisy.",
@@ -166,11 +203,13 @@ RULES = [
         why="This may be chance in a small batch. Otherwise too few tokens are left to train on, and they are not a fair "
         "sample of the completions.",
         advice=f"{WIDEN} {{closer}}",
+        returns=False,
     ),
     _rule(
         "vetoed",
         key="rollout_is_veto_fraction",
         limit=0.1,
+        far=5.0,
         seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
         why="Rounding does not move a token that far.",
         advice="Look for broken rows of logits, for tokens that were scored at another position, and for text that was added "
@@ -188,6 +227,7 @@ RULES = [
         advice="If `k3_kl` is as before, the bounds are too tight: widen `rollout_rs_threshold` or `rollout_is_threshold`. If "
         "`k3_kl` has grown, find out why the sampler is so far from the trainer.",
         applies=lambda window: window.corrects is not False,
+        returns=False,
         covers=("rejected", "weight_mean_low", "effective_sample_size"),
     ),
 ]

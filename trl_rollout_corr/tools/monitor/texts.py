@@ -19,10 +19,22 @@ WIDEN = (
 )
 MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay still change the weights."
 
-_LOW_PRECISION = "an 8-bit KV cache gave up to 0.05"
-_PRECISION = f"Rounding gives about 0.001, and a sampler in low precision gives more: {_LOW_PRECISION}."
+# What `k3_kl` was in the first steps of our runs, by what their engine rounds to fewer than 16 bits
+ROUNDED = {"": 0.002, "cache": 0.05, "weights": 0.016}
+_ROUNDED = {
+    "": f"16 bits gave {ROUNDED['']:g}",
+    "cache": f"an 8-bit KV cache gave up to {ROUNDED['cache']:g}",
+    "weights": f"8-bit weights gave up to {ROUNDED['weights']:g}",
+}
+# A gap that rounding does not explain, and with which most uncorrected runs collapsed; and one with which most corrected runs
+# lost accuracy (`benchmarks/arena/alarms.json`)
+LARGE, HUGE = 0.1, 0.3
 _HARMLESS = "Not every run is harmed by a gap of this size."
+_COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE:g} collapsed."
+_FEW = f"Most of our corrected runs with a gap above {HUGE:g} lost accuracy for a while or for good."
 _EXPLAINED = "The sampler is {age:.0f} step{s} old, which explains it unless the gap came suddenly."
+_OLD = "The sampler is {age:.0f} step{s} old, and such an age seldom explains a gap this large."
+_BIASED = "Training on such completions is biased, and the gap tends to grow."
 _CLOSER = f"To make the gap smaller, {FRESHER[:1].lower()}{FRESHER[1:]}, or lower `learning_rate`."
 _FROM_THE_START = (
     "The gap was there from the first step, so look for what the two sides compute differently: dropout in the trainer (also "
@@ -31,19 +43,45 @@ _FROM_THE_START = (
 
 # By the origin of the gap: why it matters without a correction, and with one, and what to do about it
 _UNCORRECTED = {
-    "old": f"{_HARMLESS} {_EXPLAINED} Training on such completions is biased, and the gap tends to grow.",
-    "start": f"{_HARMLESS} {_PRECISION} Otherwise something is broken, and training on such completions is biased.",
-    "open": f"{_HARMLESS} {_PRECISION} Otherwise the weights differ or something is broken, training on such completions "
-    "is biased, and the gap tends to grow.",
+    "old": f"{_HARMLESS} {_EXPLAINED} {_BIASED}",
+    "start": "{rounding}",
+    "open": f"{_HARMLESS} {_BIASED}",
+}
+_UNCORRECTED_LARGE = {
+    "old": f"{_COLLAPSED} {_OLD} {_BIASED}",
+    "start": "{rounding}",
+    "open": f"{_COLLAPSED} {_BIASED}",
 }
 _CORRECTED = {
-    "old": f"This may be harmless, because such a gap often shrinks later. {_EXPLAINED} If it stays, a critical alarm "
+    "old": f"This may be harmless, because such a gap often shrinks later. {_EXPLAINED} If it stays, another alarm follows.",
+    "start": "{rounding}",
+    "open": "This may be harmless: with a stale sampler the gap grows at first and shrinks later. If it stays, another alarm "
     "follows.",
-    "start": f"This may be harmless if the sampler has a low precision: {_LOW_PRECISION}. Otherwise something is broken, and "
-    "a correction only limits the damage.",
-    "open": "This may be harmless: with a stale sampler the gap grows at first and shrinks later. If it stays, a critical "
-    "alarm follows.",
 }
+_CORRECTED_HUGE = {
+    "old": f"{_FEW} {_OLD}",
+    "start": "{rounding}",
+    "open": f"{_FEW} A single token that is far off can raise it for one step: `log_ratio_min` and `log_ratio_max` show it.",
+}
+# A gap of the first steps that rounding explains, and one that it does not
+_ROUNDING = (
+    "This may be harmless, because {gave} in our measurements. `trl-rollout-corr probe` measures what it gives here."
+)
+_NO_ROUNDING = "{gave} in our measurements. Something else differs, and a correction only limits the damage."
+_SELDOM = f"Rounding seldom explains it: {_NO_ROUNDING}"
+_NEVER = f"Rounding does not explain it: {_NO_ROUNDING}"
+_FEW_BITS = "Weights of few bits may explain it: `trl-rollout-corr probe` measures how much. If it measures less, something else differs."
+_DIAGNOSE = {
+    False: "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
+    True: "Read what `rollout_diagnose` says about the first step, and start the run again without this cause.",
+}
+# Answers that are cut, where most are
+CUT = 0.5
+_CUT = (
+    "A share of {cut:.2g} of the completions is cut before its end, so that an answer may be missing: raise "
+    "`max_completion_length`, and look whether completions end."
+)
+_UNCUT = "Look at some completions and their rewards: prompts may be too easy or too hard."
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
 _CLOSE = {
     "old": _CLOSER,
@@ -73,19 +111,34 @@ def origin(window: Window) -> str:
     return "old" if (window.get("staleness_max") or 0.0) >= 1.0 else "open"
 
 
+def _rounding(window: Window, gap: float) -> str:
+    """Whether rounding explains a gap of the first steps."""
+    what = window.rounds_more
+    if what == "few bits":
+        return _FEW_BITS
+    if what and gap <= ROUNDED[what]:
+        return _ROUNDING
+    return _SELDOM if what or gap <= LARGE else _NEVER
+
+
 def fill(text: str, window: Window, **values: object) -> str:
     """A text of a rule with its numbers, and with the sentences for the state of the run in place of the names in braces."""
-    came, age = origin(window), window.get("staleness_max") or 0.0
-    cut = window.metrics.get("completions/clipped_ratio")
-    few_cut = isinstance(cut, int | float) and cut < 0.5
+    came, age, gap = origin(window), window.get("staleness_max") or 0.0, window.get("k3_kl") or 0.0
+    cut = window.cut
+    few_cut = cut is not None and cut < CUT
+    gave = _ROUNDED[window.rounds_more if window.rounds_more in _ROUNDED else ""]
+    rounding = _rounding(window, gap).format(gave=gave)
     parts = {
         "preset": preset_for(window.settings),
-        "uncorrected": _UNCORRECTED[came],
-        "corrected": _CORRECTED[came],
+        "uncorrected": (_UNCORRECTED_LARGE if gap > LARGE else _UNCORRECTED)[came],
+        "corrected": (_CORRECTED_HUGE if gap > HUGE else _CORRECTED)[came],
+        "gave": gave,
+        "diagnose": _DIAGNOSE[window.settings is not None and window.settings.rollout_diagnose],
+        "cut": _CUT if cut is not None and cut >= CUT else _UNCUT,
         "corrects": _UNKNOWN if window.settings is None else "the run corrects for it",
         "close": _CLOSE[came],
         "closer": _FROM_THE_START if came == "start" else _CLOSER,
         "no_tokens": _NO_TOKENS["ended" if few_cut else "cut"],
     }
-    numbers = {"age": age, "s": "" if age == 1.0 else "s"}
+    numbers = {"age": age, "s": "" if age == 1.0 else "s", "cut": cut or 0.0, "gave": gave, "rounding": rounding}
     return text.format(**values, **{name: part.format(**numbers) for name, part in parts.items()})

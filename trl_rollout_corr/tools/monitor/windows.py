@@ -12,6 +12,8 @@ from ...settings.resolve import Settings
 from .reward import Reward
 
 
+# Types of a key-value cache that round no more than the model
+_PLAIN = ("auto", "bfloat16", "float16", "float32", "half", "float")
 # Of the policy that sampled and the one that trains
 _GAPS = ("kl", "k3_kl", "kl_advantage_positive")
 
@@ -33,11 +35,13 @@ class Course:
     RECENT, RECENT_STEPS = 7, 15  # windows, or fewer that cover these optimizer steps
     LATEST, STAYS = 11, 0.75  # windows, and the least share of what their first half shows that the second one shows
     LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and its least size in standard errors
+    CHANCE = 1e-3  # probability below which chance does not explain a mean ratio
 
     def __init__(self) -> None:
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._first = list[tuple[int, float, float]]()  # step, `kl` and `k3_kl` of the first windows
+        self._fresh = list[float]()  # `k3_kl` of the first optimizer steps in which no weights are known to be stale
         self.go_on(0)
 
     def go_on(self, step: int) -> None:
@@ -56,6 +60,8 @@ class Course:
         if kl is not None and k3 is not None:
             if len(self._first) < self.BEGINNING:
                 self._first.append((window.step, kl, k3))
+                if window.step <= self.BEGINNING and staleness < 1.0:
+                    self._fresh.append(k3)
             self._excess.append(k3 - kl)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
@@ -72,6 +78,11 @@ class Course:
         """True if the gap was large in the first optimizer steps already, in which no sampler is stale."""
         first = [k3 for step, _, k3 in self._first if step <= self.BEGINNING]
         return bool(first) and min(first) > self.OFF
+
+    @property
+    def gap_of_fresh_weights(self) -> float | None:
+        """The smallest `k3_kl` of the first optimizer steps, in which no weights are stale; `None` if it is not known."""
+        return min(self._fresh, default=None)
 
     def unlearnt(self, gap: float) -> float:
         """
@@ -104,6 +115,16 @@ class Course:
         mean, error = statistics.fmean(self._excess), statistics.stdev(self._excess) / math.sqrt(self.LASTING)
         same_sign = all((k3 - kl) * mean > 0 for _, kl, k3 in self._first)
         return abs(mean) if same_sign and abs(mean) > self.ERRORS * error else 0.0
+
+    @property
+    def too_likely(self) -> bool:
+        """
+        True if the mean ratio of the latest windows is so far above 1 that chance does not explain it. Ratios to the policy that
+        sampled are not negative and have a mean of 1. So the product of the means of some windows exceeds a number `x` with a
+        probability of at most `1 / x` (Markov's inequality), whatever the policies are.
+        """
+        ratios = (max(1.0 + excess, 1e-9) for excess in self._excess)
+        return sum(map(math.log, ratios)) > -math.log(self.CHANCE)
 
 
 @dataclass
@@ -141,6 +162,21 @@ class Window:
     def corrects(self) -> bool | None:
         """True if the loss is corrected; `None` if the settings are not known."""
         return None if self.settings is None else self.settings.corrects
+
+    @property
+    def rounds_more(self) -> str:
+        """What the run's own engine rounds to fewer than 16 bits: `"cache"`, `"weights"` (8 bits), `"few bits"`, or nothing."""
+        engine = (self.settings.rollout_engine_kwargs if self.settings else None) or {}
+        if scheme := engine.get("quantization"):
+            return "weights" if "8" in str(scheme) else "few bits"
+        return "" if str(engine.get("kv_cache_dtype") or "auto") in _PLAIN else "cache"
+
+    @property
+    def cut(self) -> float | None:
+        """The share of completions that were cut, as TRL logged it last; `None` if it is not known."""
+        share = self.metrics.get("completions/clipped_ratio")
+        known = isinstance(share, int | float) and not isinstance(share, bool) and math.isfinite(share)
+        return float(share) if known else None
 
     @property
     def clips(self) -> bool:

@@ -1,0 +1,238 @@
+"""
+What the alarms of the monitor are worth: its rules, applied to the log of every published run.
+
+    python benchmarks/arena/alarms.py
+
+It trains nothing. It writes `alarms.json`, of which `make tables` makes the tables of `docs/debugging.md` and `docs/metrics.md`.
+"""
+
+import json
+import lzma
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.settings.resolve import Settings
+from trl_rollout_corr.tools.monitor.bands import HEALTHY
+from trl_rollout_corr.tools.monitor.examine import Examiner, examine
+from trl_rollout_corr.tools.monitor.rule import Alarm
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
+
+
+HERE = Path(__file__).parent
+ARCHIVE, DATA = HERE / "runs.jsonl.xz", HERE / "alarms.json"
+FALL = 0.1  # of held-out accuracy, below an own best
+IN_TIME = 5  # optimizer steps
+AUTO = ("auto", "cap3")  # arms of today's `auto`
+OFF = HEALTHY["k3_kl"][1] or math.inf
+LARGE = (0.03, 0.1, 0.3, 1.0, 2.0)  # gaps whose runs are counted
+GAP = PREFIX + "k3_kl"
+
+
+class Replay(NamedTuple):
+    """A run and its alarms."""
+
+    record: Mapping[str, Any]
+    log: list[dict[str, Any]]  # an entry for each optimizer step
+    kind: str  # fresh, uncorrected, corrected, or faulty
+    course: str  # healthy, dip, or collapse
+    fall: int | None  # step of the look at which it has collapsed
+    alarms: list[Alarm]  # the first of each bound
+    stopped: bool  # by `rollout_monitor: stop`, which also needs a fall of the reward
+
+    def announces(self, alarm: Alarm) -> bool:
+        """True if an alarm comes so early that somebody can act on it."""
+        return self.fall is not None and alarm.step <= self.fall - IN_TIME
+
+
+def replays(archive: Path = ARCHIVE) -> list[Replay]:
+    """All published runs with our metrics. TRL's own trainer logs none."""
+    records = map(json.loads, lzma.decompress(archive.read_bytes()).decode().splitlines())
+    return [replay(record) for record in records if GAP in record["history"]]
+
+
+def replay(record: Mapping[str, Any]) -> Replay:
+    """Apply the rules to a run as the monitor does, after each optimizer step."""
+    log = [_completed(entry) for entry in _entries(record["history"])]
+    settings = settings_of(record)
+    way = record["settings"].get("way", {})
+    iterations = way.get("num_iterations", 1)
+    alarms = examine(log, settings, num_iterations=iterations)
+    course, fall = _course(record["steps"], record["accuracy"])
+    stopped = _stops(log, Examiner(settings, num_iterations=iterations))
+    return Replay(record, log, _kind(record, settings), course, fall, alarms, stopped)
+
+
+def _stops(log: Iterable[Mapping[str, Any]], examiner: Examiner) -> bool:
+    """Whether `rollout_monitor: stop` would end a run with this log."""
+    for entry in log:
+        alarms = examiner.observe(entry)
+        if examiner.reward.fell and any(alarm.ends for alarm in alarms):
+            return True
+    return False
+
+
+def settings_of(record: Mapping[str, Any]) -> Settings:
+    """Settings in effect of a run."""
+    known = RolloutCorrectionConfig.__dataclass_fields__
+    fields = {key: value for key, value in record["settings"]["options"].items() if key in known}
+    return RolloutCorrectionConfig(**fields).settings
+
+
+def _entries(history: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, Any]]:
+    for values in zip(*history.values(), strict=True):
+        yield dict(zip(history, values, strict=True))
+
+
+def _completed(entry: dict[str, Any]) -> dict[str, Any]:
+    """
+    An entry with two metrics that the archive does not have. TRL's mean reward stands for ours. Advantages of a group add up to
+    0, so that all are 0 in a step without one above 0.
+    """
+    if entry.get(GAP) is None:
+        return entry
+    none = entry.get(f"{PREFIX}kl_advantage_positive") is None
+    return {
+        **entry,
+        f"{PREFIX}zero_advantage_fraction": float(none),
+        f"{PREFIX}reward_mean": entry["reward"],
+    }
+
+
+def _kind(record: Mapping[str, Any], settings: Settings) -> str:
+    """What kind of run it is."""
+    sampler = record["settings"]["sampler"]
+    if "garbage" in sampler:
+        return "faulty"
+    if not sampler.get("lag") and "quantization" not in sampler:
+        return "fresh"
+    return "corrected" if settings.corrects else "uncorrected"
+
+
+def _course(steps: Sequence[int], accuracy: Sequence[float]) -> tuple[str, int | None]:
+    """Whether accuracy collapsed, and the step of the look that shows it first: two in a row are 0.1 below the best so far."""
+    bests = [max(accuracy[: i + 1]) for i in range(len(accuracy))]
+    low = [now <= best - FALL for now, best in zip(accuracy, bests, strict=True)]
+    fall = next((step for step, (now, after) in zip(steps, pairwise(low), strict=False) if now and after), None)
+    return ("collapse" if fall is not None else "dip" if any(low) else "healthy"), fall
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def counted(runs: Sequence[Replay]) -> dict[str, Any]:
+    """The numbers of the documents."""
+    return {
+        "runs": {kind: _courses(runs, kind) for kind in ("corrected", "uncorrected", "fresh", "faulty")},
+        "alarms": {name: _alarm(runs, name) for name in BOUNDS},
+        "any": _any(runs),
+        "gaps": [_above(runs, gap) for gap in LARGE],
+        "ages": _ages(runs),
+    }
+
+
+def _courses(runs: Iterable[Replay], kind: str) -> dict[str, int]:
+    of_kind = [run.course for run in runs if run.kind == kind]
+    return {course: of_kind.count(course) for course in ("healthy", "dip", "collapse")}
+
+
+def _alarm(runs: Iterable[Replay], name: str) -> dict[str, int]:
+    """In how many runs an alarm comes: healthy ones by kind, those that dip, and collapses that it announces in time."""
+    found = dict.fromkeys(("corrected", "uncorrected", "fresh", "faulty", "dip", "in_time", "in_time_uncorrected"), 0)
+    for run in runs:
+        alarm = next((alarm for alarm in run.alarms if alarm.bound == name), None)
+        if alarm is None:
+            continue
+        found[run.kind] += run.course == "healthy"
+        found["dip"] += run.course == "dip"
+        early = run.announces(alarm)
+        found["in_time"] += early and run.kind == "corrected"
+        found["in_time_uncorrected"] += early and run.kind == "uncorrected"
+    return found
+
+
+def _any(runs: Sequence[Replay]) -> dict[str, int]:
+    """
+    In how many healthy corrected runs any alarm comes, and any that may end a run; how many collapses there are, and how many
+    collapses and other runs `rollout_monitor: stop` would end.
+    """
+    healthy = [run for run in runs if run.course == "healthy" and run.kind == "corrected"]
+    collapses = [run for run in runs if run.course == "collapse"]
+    stopped = [run for run in runs if run.stopped]
+    return {
+        "alarm": sum(bool(run.alarms) for run in healthy),
+        "ends": sum(any(alarm.ends for alarm in run.alarms) for run in healthy),
+        "collapses": len(collapses),
+        "stopped_collapses": sum(run.course == "collapse" for run in stopped),
+        "stopped_others": sum(run.course != "collapse" for run in stopped),
+    }
+
+
+def _gaps(run: Replay) -> list[float]:
+    return [entry[GAP] for entry in run.log if entry[GAP] is not None and math.isfinite(entry[GAP])]
+
+
+def _above(runs: Iterable[Replay], gap: float) -> dict[str, Any]:
+    """Of the runs with a larger gap in some step, how many stay healthy, dip and collapse."""
+    large = [run for run in runs if max(_gaps(run)) > gap]
+    return {"k3_kl": gap, **{kind: _courses(large, kind) for kind in ("corrected", "uncorrected")}}
+
+
+def _ages(runs: Sequence[Replay]) -> list[dict[str, Any]]:
+    """
+    By the age of the sampler: `k3_kl` of healthy runs with `auto`, and of corrected runs that collapsed. Each run counts with
+    its median. Runs with a fault or with 8 bits are left out.
+    """
+    plain = [run for run in runs if not run.record["settings"]["sampler"].keys() & {"garbage", "quantization"}]
+    ages = sorted({_age(run) for run in plain if _is_good(run)})
+    return [_of_age([run for run in plain if _age(run) == age], age) for age in ages]
+
+
+def _age(run: Replay) -> int:
+    return int(run.record["settings"]["sampler"].get("lag", 0))
+
+
+def _is_good(run: Replay) -> bool:
+    return run.course == "healthy" and run.record["arm"] in AUTO
+
+
+def _of_age(runs: Iterable[Replay], age: int) -> dict[str, Any]:
+    good, fell = list[float](), list[float]()
+    for run in runs:
+        if _is_good(run):
+            good.append(median(_gaps(run)))
+        elif run.kind == "corrected" and run.course == "collapse":
+            fell.append(median(_gaps(run)))
+    spread = {"smallest": min(good), "median": median(good), "largest": max(good)}
+    return {
+        "age": age,
+        "healthy": len(good),
+        **{name: _digits(gap) for name, gap in spread.items()},
+        "above": sum(gap > OFF for gap in good),
+        "collapsed": len(fell),
+        "median_collapsed": _digits(median(fell)) if fell else None,
+    }
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def write(results: Mapping[str, Any], path: Path = DATA) -> None:
+    """As JSON, an alarm or an age a line."""
+    lines = []
+    for name, part in results.items():
+        rows = part if isinstance(part, list) else [f"{json.dumps(key)}: {json.dumps(x)}" for key, x in part.items()]
+        text = ",\n  ".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+        brackets = "[]" if isinstance(part, list) else "{}"
+        lines.append(f"{json.dumps(name)}: {brackets[0]}\n  {text}\n {brackets[1]}")
+    path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    write(counted(replays()))
