@@ -3,7 +3,7 @@ What the alarms of the monitor are worth: its rules, applied to the log of every
 
     python benchmarks/arena/alarms.py
 
-It trains nothing. It writes `alarms.json`, of which `make tables` makes the tables of `docs/debugging.md` and `docs/metrics.md`.
+It trains nothing. It writes `alarms.json`, of which `make tables` makes tables of `docs/debugging.md` and `docs/metrics.md`.
 """
 
 import json
@@ -91,8 +91,8 @@ def _entries(history: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, Any]]:
 
 def _completed(entry: dict[str, Any]) -> dict[str, Any]:
     """
-    An entry with two metrics that the archive does not have. TRL's mean reward stands for ours. Advantages of a group add up to
-    0, so that all are 0 in a step without one above 0.
+    An entry with two metrics that the archive does not have. TRL's mean reward stands for ours. Advantages of a group add up
+    to 0, so that all are 0 in a step without one above 0.
     """
     if entry.get(GAP) is None:
         return entry

@@ -1,7 +1,7 @@
 """Corrections computed again on the sequences of a dump, with other settings. No TRL here."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,12 +67,9 @@ def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig)
     batch = batch_of(sequences, np.arange(len(sequences)) == row)
     found = {}
     for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
-        alone = RolloutCorrectionConfig(
-            rollout_correction=None,
-            rollout_rs=[name],
-            rollout_rs_threshold=[threshold],
-            rollout_nan_policy=settings.rollout_nan_policy,
-        )
+        fields: dict[str, Any] = {"rollout_rs": [name], "rollout_rs_threshold": [threshold]}
+        fields["rollout_nan_policy"] = settings.rollout_nan_policy
+        alone = RolloutCorrectionConfig(rollout_correction=None, **fields)
         correction = compute_rollout_correction(
             batch.train_logps,
             batch.rollout_logps,

@@ -119,9 +119,9 @@ class Course:
     @property
     def too_likely(self) -> bool:
         """
-        True if the mean ratio of the latest windows is so far above 1 that chance does not explain it. Ratios to the policy that
-        sampled are not negative and have a mean of 1. So the product of the means of some windows exceeds a number `x` with a
-        probability of at most `1 / x` (Markov's inequality), whatever the policies are.
+        True if the mean ratio of the latest windows is so far above 1 that chance does not explain it. Ratios to the policy
+        that sampled are not negative and have a mean of 1. So the product of the means of some windows exceeds a number `x`
+        with a probability of at most `1 / x` (Markov's inequality), whatever the policies are.
         """
         ratios = (max(1.0 + excess, 1e-9) for excess in self._excess)
         return sum(map(math.log, ratios)) > -math.log(self.CHANCE)
@@ -165,7 +165,7 @@ class Window:
 
     @property
     def rounds_more(self) -> str:
-        """What the run's own engine rounds to fewer than 16 bits: `"cache"`, `"weights"` (8 bits), `"few bits"`, or nothing."""
+        """What the run's own engine rounds: `"cache"` or `"weights"` to 8 bits, weights to `"few bits"`, or nothing."""
         engine = (self.settings.rollout_engine_kwargs if self.settings else None) or {}
         if scheme := engine.get("quantization"):
             return "weights" if "8" in str(scheme) else "few bits"
@@ -175,8 +175,9 @@ class Window:
     def cut(self) -> float | None:
         """The share of completions that were cut, as TRL logged it last; `None` if it is not known."""
         share = self.metrics.get("completions/clipped_ratio")
-        known = isinstance(share, int | float) and not isinstance(share, bool) and math.isfinite(share)
-        return float(share) if known else None
+        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share):
+            return None
+        return float(share)
 
     @property
     def clips(self) -> bool:

@@ -27,7 +27,10 @@ def compose(runs: Sequence[Facts]) -> Page:
     of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
     lost = find_lost(sequences, one.run.config) if one and sequences else None
     of_tokens = (
-        [*_tokens(sequences, lost, one.run.config), Section("worst", "The worst tokens", worst=find_worst(sequences))]
+        [
+            *_tokens(sequences, lost, one and one.run.config),
+            Section("worst", "The worst tokens", worst=find_worst(sequences)),
+        ]
         if sequences and lost
         else []
     )
@@ -140,9 +143,9 @@ def _tokens(sequences: Sequences, lost: Lost, config: RolloutCorrectionConfig | 
     )
     text = f"{explained} {lost.text}".strip() if lost.tables else lost.text
     of_single = (
-        "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its probabilities and "
-        "its factor on the policy gradient, and which rule rejected it; the Tab key goes from one changed token to the next. A factor from 0.95 to 1.05 "
-        "counts as full. The completions that lost the most gradient come first: what the factor of each token lacks to 1 is "
+        "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its probabilities, "
+        "its factor on the policy gradient, and which rule rejected it; the Tab key goes from one changed token to the next. "
+        "A factor from 0.95 to 1.05 counts as full. The completions that lost the most gradient come first: what the factor of each token lacks to 1 is "
         "added up and multiplied by |advantage|. A long completion is shortened to the places where most was changed."
     )
     chosen = choose_completions(sequences, config)

@@ -91,7 +91,7 @@ def effects_of(sequences: Sequences, row: int) -> np.ndarray:
 
 
 def reasons_of(sequences: Sequences, row: int, config: RolloutCorrectionConfig | None) -> list[str]:
-    """Why each token of a sequence has no gradient: the criteria that reject it, or what else is known; empty if nothing is."""
+    """Why each token of a sequence has no gradient: criteria that reject it, or what else is known; empty if nothing is."""
     here = sequences.slice(row)
     criteria = {} if config is None or sequences.keep[here].all() else rejected_by(sequences, row, config)
     finite = np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
