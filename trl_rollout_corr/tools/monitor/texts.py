@@ -70,8 +70,10 @@ _ROUNDING = (
 _NO_ROUNDING = "{gave} in our measurements. Something else differs, and a correction only limits the damage."
 _SELDOM = f"Rounding seldom explains it: {_NO_ROUNDING}"
 _NEVER = f"Rounding does not explain it: {_NO_ROUNDING}"
-_FEW_BITS = "Weights of few bits may explain it: `trl-rollout-corr probe` measures how much. If it measures less, something "
-    "else differs."
+_FEW_BITS = (
+    "Weights of few bits may explain it: `trl-rollout-corr probe` measures how much. If it measures less, something else "
+    "differs."
+)
 _DIAGNOSE = {
     False: "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
     True: "Read what `rollout_diagnose` says about the first step, and start the run again without this cause.",

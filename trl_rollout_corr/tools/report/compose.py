@@ -145,8 +145,9 @@ def _tokens(sequences: Sequences, lost: Lost, config: RolloutCorrectionConfig | 
     of_single = (
         "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its probabilities, "
         "its factor on the policy gradient, and which rule rejected it; the Tab key goes from one changed token to the next. "
-        "A factor from 0.95 to 1.05 counts as full. The completions that lost the most gradient come first: what the factor of each token lacks to 1 is "
-        "added up and multiplied by |advantage|. A long completion is shortened to the places where most was changed."
+        "A factor from 0.95 to 1.05 counts as full. The completions that lost the most gradient come first: "
+        "what the factor of each token lacks to 1 is added up and multiplied by |advantage|. "
+        "A long completion is shortened to the places where most was changed."
     )
     chosen = choose_completions(sequences, config)
     return [
