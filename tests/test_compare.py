@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,6 +15,7 @@ from tests.dumps import make_dump, read_dump
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.settings.presets import PRESETS
+from trl_rollout_corr.tools.analysis import recompute
 from trl_rollout_corr.tools.analysis.recompute import batch_of
 from trl_rollout_corr.tools.analysis.spread import (
     Spread,
@@ -474,8 +476,32 @@ def test_tokens_of_tools_and_padding_take_no_part(tmp_path):
         [logp for logp, counts in zip(row["train_logps"], row["mask"], strict=True) if counts]
         for row in read_dump(tmp_path).rows
     ]
-    assert [logps[mask].tolist() for logps, mask in zip(batch.train_logps, batch.mask, strict=True)] == expected
-    assert batch.mask.shape[1] == max(map(len, expected))
+    (block,) = batch.blocks
+    assert [logps[mask].tolist() for logps, mask in zip(block.train_logps, block.mask, strict=True)] == expected
+    assert block.mask.shape[1] == max(map(len, expected))
+
+
+def test_a_long_completion_pads_no_other(tmp_path, monkeypatch):
+    """Sequences lie in blocks of about one length, and what refers to a whole batch refers to all blocks."""
+    make_dump(tmp_path / "short", rows=32, length=10, steps=1, spread=0.4, tools=False)
+    make_dump(tmp_path / "long", rows=8, length=4000, steps=1, spread=0.4, tools=False)
+    rows = [row for name in ("short", "long") for row in read_dump(tmp_path / name).rows]
+    settings = read_dump(tmp_path / "short").settings
+    dump.write_rows(tmp_path / "both", 1, 0, [{**row, "sampled": True} for row in rows], settings)
+    sequences = open_dump(tmp_path / "both").sequences
+    every = np.ones(len(sequences), bool)
+    batch = batch_of(sequences, every)
+    assert len(batch.blocks) > 1
+    assert sum(block.mask.numel() for block in batch.blocks) < 2 * batch.n_tokens + 128 * len(rows)
+    monkeypatch.setattr(recompute, "_SHORT", 10**6)
+    one_block = batch_of(sequences, every)
+    assert len(one_block.blocks) == 1
+    token = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+    whole = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [0.99, 1.01]}
+    for fields in (token, {**token, "rollout_is_batch_normalize": True}, {**whole, "rollout_rs_renormalize": True}):
+        config = RolloutCorrectionConfig(**fields)
+        effects = [recompute.recompute(x, config, clip=(0.8, 1.2)) for x in (batch, one_block)]
+        assert like(effects[1]._asdict(), 1e-5) == effects[0]._asdict()
 
 
 @pytest.mark.parametrize("distance", [1e4, 1e9])

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from tests.distributed.test_ranks import launch
 from tests.dumps import make_dump, read_dump
+from tests.large_dump import make_large_dump
 from tests.launching import ROOT, clean_environment
 from tests.tiny import PROMPTS, StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses, saying, watcher
@@ -25,10 +26,11 @@ from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools import diagnosis as diagnosing
 from trl_rollout_corr.tools.dump import folder as dump
-from trl_rollout_corr.tools.dump import writing
+from trl_rollout_corr.tools.dump import reading, writing
 from trl_rollout_corr.tools.dump.columns import FORMAT, SCHEMA
 from trl_rollout_corr.tools.dump.folder import files_of
 from trl_rollout_corr.tools.dump.reading import open_dump
+from trl_rollout_corr.tools.dump.sequences import Sequences
 from trl_rollout_corr.tools.translation.setting_files import config_of_run
 
 
@@ -354,6 +356,9 @@ def test_a_second_training_of_a_trainer_has_a_folder_of_its_own(make, tmp_path):
 @pytest.mark.parametrize("left", ["rows", "a log", "nothing but its claim"])
 def test_whatever_another_run_left_is_not_written_over(left, make, tmp_path):
     dump = tmp_path / "dump"
+    for name, text in (("dump-list", "[1]"), ("dump-null", "null"), ("dump-deep", "[" * 100_000)):  # of another tool
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
     if left == "rows":
         make_dump(dump, steps=1)
     else:
@@ -602,17 +607,185 @@ def test_text_of_another_encoding_is_damage(tmp_path, capsys):
     latin = pa.array([b"\xe9" * 999] * len(table)).view(pa.string())
     pq.write_table(table.set_column(table.column_names.index("prompt"), "prompt", latin), path)
     assert main(["report", str(path), "-o", str(tmp_path / "r.html")]) == 2
-    assert capsys.readouterr().err.startswith(f"{path}: {path.name} is damaged, or it is not a Parquet file: ")
+    assert capsys.readouterr().err.startswith(f"{path}: {path.name} is damaged: ")
 
 
 def test_an_error_that_nobody_thought_of_is_one_line_too(tmp_path, capsys, monkeypatch):
     def fail(*args):
         raise KeyError("no\nsuch")
 
-    monkeypatch.setattr(diagnosing, "read_tokens", fail)
+    monkeypatch.setattr(diagnosing, "diagnose", fail)
     assert main(["diagnose", str(make_dump(tmp_path / "dump"))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(r"diagnose: unexpected KeyError('no\nsuch') in test_dumps.py:")
+
+
+def metadata(key: str, text: str):
+    """A change of a dump: other metadata of its last file."""
+
+    def change(folder):
+        path = files_of(folder)[-1]
+        table = pq.read_table(path)
+        pq.write_table(table.replace_schema_metadata({**table.schema.metadata, key.encode(): text.encode()}), path)
+
+    return change
+
+
+def column(name: str, change_row):
+    """A change of a dump: other rows of a column of its last file, or none."""
+
+    def change(folder):
+        path = files_of(folder)[-1]
+        table = pq.read_table(path)
+        place, about = table.column_names.index(name), table.schema.metadata
+        field = table.field(place)
+        if change_row is None:
+            table = table.drop_columns([name])
+        else:
+            values = [change_row(value) for value in table[name].to_pylist()]
+            table = table.set_column(place, field, pa.array(values, field.type))
+        pq.write_table(table.replace_schema_metadata(about), path)
+
+    return change
+
+
+def line(text: str):
+    """A change of a dump: another line in its log."""
+
+    def change(folder):
+        dump.append_log(folder, {"step": 3})
+        (folder / "logs.jsonl").write_text((folder / "logs.jsonl").read_text() + f"{text}\n")
+
+    return change
+
+
+NOTHING_IS_WRONG = ""
+DEEP = "[" * 100_000
+STRANGE = "step-00000009-rank-00000.parquet"
+DAMAGE = {
+    "metadata that is no object": (metadata("settings", "[1]"), "`settings` is not a JSON object"),
+    "metadata of brackets": (metadata("about", DEEP), "its brackets are nested too deeply"),
+    "metadata of another kind": (metadata("about", '{"model": {"a": 1}, "kv_cache_dtype": [1]}'), NOTHING_IS_WRONG),
+    "no mask": (column("mask", None), "has no column `mask`"),
+    "too few texts": (column("tokens", lambda tokens: tokens[:-1]), "lists of different lengths, `mask` and `tokens`"),
+    "no step": (column("step", lambda step: None), "a row has no `step`"),
+    "an infinite step": (line('{"step": 1e400, "rollout_corr/k3_kl": 1}'), NOTHING_IS_WRONG),
+    "a step that is not a number": (line('{"step": NaN, "rollout_corr/k3_kl": 1}'), NOTHING_IS_WRONG),
+    "an integer of 400 digits": (line('{"step": 4, "rollout_corr/k3_kl": 1' + 400 * "0" + "}"), NOTHING_IS_WRONG),
+    "metrics of other types": (line('{"step": 4, "rollout_corr/k3_kl": [1], "reward": {}}'), NOTHING_IS_WRONG),
+    "brackets in the log": (line(DEEP), NOTHING_IS_WRONG),
+    "a pipe": (lambda folder: os.mkfifo(folder / STRANGE), "is a pipe, a folder or a broken link"),
+    "a link to itself": (
+        lambda folder: (folder / STRANGE).symlink_to(STRANGE),
+        "is a pipe, a folder or a broken link",
+    ),
+    "a pipe in place of the claim": (lambda folder: os.mkfifo(folder / "run.json"), NOTHING_IS_WRONG),
+    "a claim of another tool": (lambda folder: (folder / "run.json").write_text("[1]"), NOTHING_IS_WRONG),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_what_is_damaged_or_hostile_is_one_line(change, message, tmp_path, capsys):
+    folder = make_dump(tmp_path / "dump", steps=2, rows=16, length=20)
+    change(folder)
+    for command in (["diagnose"], ["compare"], ["report", "-o", str(tmp_path / "report.html")]):
+        code = main([*command, str(folder)])
+        said = capsys.readouterr().err
+        if message.startswith("lists of") and command == ["compare"]:
+            continue  # it does not read the text
+        assert (code in (0, 1), said.count("\n")) == (True, bool(message)), said
+        assert message in said
+        assert "unexpected" not in said
+
+
+@pytest.mark.parametrize("history", [DEEP, '[{"step": 1e400, "rollout_corr/k3_kl": 1}]', "null", "[[1]]"])
+def test_a_strange_state_of_a_trainer_is_one_line(history, tmp_path, capsys):
+    (tmp_path / "trainer_state.json").write_text(f'{{"log_history": {history}}}')
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}: trainer_state.json ")
+    assert (said.count("\n"), "unexpected" in said) == (1, False)
+
+
+def test_brackets_without_end_are_not_yaml(tmp_path, capsys):
+    (tmp_path / "deep.yaml").write_text(DEEP)
+    folder = make_dump(tmp_path / "dump", steps=1, rows=8, length=12)
+    for command in (["convert"], ["check"], ["compare", str(folder), "--config"]):
+        assert main([*command, str(tmp_path / "deep.yaml")]) == 2
+        said = capsys.readouterr().err
+        assert "its brackets are nested too deeply" in said
+        assert "unexpected" not in said
+
+
+# Large dumps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """A dump of which a tenth fits, with one broken completion in its middle, and without its log, which has the metrics."""
+    monkeypatch.setattr(reading, "MOST_TOKENS", 12_000)
+    folder = make_dump(tmp_path / "dump", steps=60, rows=32, length=50, sampled=16, logs=False, tools=False)
+    path = files_of(folder)[30]
+    table, settings, about, _ = reading.read_table(path)
+    rows = table.to_pylist()
+    broken = next(row for row in rows if row["sampled"])
+    broken["rollout_logps"][3] = math.nan
+    dump.write_rows(folder, 31, 0, rows, settings, about)
+    return folder
+
+
+def test_of_a_large_dump_the_commands_read_a_sample_and_say_so(large, tmp_path, capsys):
+    page = tmp_path / "report.html"
+    said = []
+    for command in (["diagnose"], ["diagnose", "--json"], ["compare"], ["report", "-o", str(page)]):
+        assert main([*command, str(large)]) in (0, 1)
+        said.append(page.read_text() if "report" in command else capsys.readouterr().out)
+    for text in said:
+        assert "A sample of the dump was read" in text
+        assert "To read a step as a whole, name its file" in text
+    assert "1 tokens in 1 completions have no finite log-probability" in said[0]
+    main(["diagnose", str(files_of(large)[2])])
+    assert "A sample" not in capsys.readouterr().out
+
+
+def test_a_sample_is_even_and_keeps_the_ends_and_what_is_bad(large):
+    table, *_ = reading.read_table(large)
+    whole = Sequences(table)
+    sample = open_dump(large).sequences
+    assert int(sample.lengths.sum()) <= 12_000
+    rows_of = {step: int((sample.step == step).sum()) for step in range(1, 61)}
+    assert min(rows_of.values()) >= 2
+    drawn = {step: int((whole.sampled & (whole.step == step)).sum()) for step in (1, 60)}
+    assert all(rows_of[step] >= drawn[step] for step in drawn)
+    assert max(rows_of[step] for step in range(3, 59)) <= 8
+    assert sample.broken.sum() == 1
+    furthest = np.nan_to_num(np.abs(whole.log_ratio)).max()
+    assert np.nan_to_num(np.abs(sample.log_ratio)).max() == furthest
+    # the worst are read, but do not represent the batch: the gap of the sample is that of the dump
+    assert (~sample.sampled).any()
+    gaps = [float(np.square(x.log_ratio[x.counted]).mean()) for x in (whole, sample)]
+    assert gaps[1] == pytest.approx(gaps[0], rel=0.15)
+
+
+def test_rows_are_written_in_groups_that_can_be_skipped(tmp_path):
+    folder = make_dump(tmp_path / "dump", steps=1, rows=200, length=6)
+    (path,) = files_of(folder)
+    assert pq.read_metadata(path).num_row_groups == 4
+    assert len(open_dump(path).sequences) == pq.read_metadata(path).num_rows
+
+
+@pytest.mark.parametrize("command", ["diagnose", "compare", "report"])
+@pytest.mark.slow
+def test_a_dump_of_a_gigabyte_needs_two_gibibytes(command, tmp_path):
+    folder = make_large_dump(tmp_path / "dump", gigabytes=1.0)
+    output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
+    script = "import resource, sys; from trl_rollout_corr.__main__ import main; main(sys.argv[1:]); "
+    script += "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_maxrss, used.ru_utime + used.ru_stime)"
+    run = [sys.executable, "-c", script, command, str(folder), *output]
+    out = subprocess.run(run, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=True).stdout
+    kibibytes, seconds = map(float, out.splitlines()[-1].split())
+    assert kibibytes < 2 * 2**20
+    assert seconds < 120  # one minute on two cores
 
 
 @pytest.mark.parametrize("value", ["1e400", "-1e400", "1e300", "NaN"])

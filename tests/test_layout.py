@@ -48,7 +48,7 @@ TOOLS = {
     "tools": ["text", "recipes", "documents", "quantised_engine"],
     "tools.translation": ["verl", "counterparts", "setting_files"],
     "tools.monitor": ["bands", "reward", "windows", "texts", "rule", "conditions", "rules", "examine", "callback"],
-    "tools.dump": ["columns", "rows", "sequences", "folder", "claims", "reading", "writing"],
+    "tools.dump": ["columns", "rows", "sequences", "folder", "sample", "claims", "reading", "writing"],
     "tools.diagnosis": [
         "observed",
         "evidence",

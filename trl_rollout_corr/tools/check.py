@@ -110,6 +110,8 @@ def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     text = Path(path).read_text(encoding="utf-8")
     try:
         settings, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except RecursionError:
+        raise ValueError("not YAML that a person wrote: its brackets are nested too deeply") from None
     except yaml.YAMLError as error:
         raise SelfContainedError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict) or node is None:

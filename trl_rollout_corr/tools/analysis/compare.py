@@ -22,6 +22,10 @@ from .run import clip_range, log_of_dump
 from .spread import Spread, spread_of, suggest_bounds
 
 
+# Columns of a dump that are compared
+_COLUMNS = (
+    *("step", "sampled", "mask", "train_logps", "rollout_logps", "keep", "coefficients", "advantage", "turn_ids"),
+)
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
 _REFERENCE = "disabled"
 # By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
@@ -61,7 +65,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the text to
     print. No bounds are made if there was an alarm about the policies. JSON has every preset.
     """
-    dump = open_dump(path)
+    dump = open_dump(path, _COLUMNS, worst=False)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
     sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
@@ -71,7 +75,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
     findings = examine(log_of_dump(dump.path), config.settings, num_iterations=iterations_of(dump.settings))
-    notes = []
+    notes = [f"{dump.sample}."] if dump.sample else []
     if alarm := first_alarm(findings):
         notes.append(
             f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). For the bounds of a "
@@ -103,8 +107,8 @@ def _effects(
     batch: Batch, settings: dict[str, RolloutCorrectionConfig], clip: tuple[float, float], notes: list[str]
 ) -> list[tuple[str, RolloutCorrectionConfig, Effect]]:
     """The effect of each setting."""
-    effects = []
-    broken = int(batch.tokens(RolloutCorrectionConfig()).broken.sum())
+    effects, config = [], RolloutCorrectionConfig()
+    broken = sum(int(block.tokens(config).broken.sum()) for block in batch.blocks)
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
     for name, config in settings.items():
@@ -116,7 +120,7 @@ def _effects(
         effects.append((name, config, effect))
     if settings[_THIS_RUN].settings.rollout_metrics_only:
         notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
-    if not batch.advantages.any():
+    if not any(block.advantages.any() for block in batch.blocks):
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     return effects
 
@@ -156,7 +160,7 @@ def _as_markdown(c: Comparison) -> str:
     header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
     rows = [[_marked(name, c.row), *map(three_decimals, effect)] for name, _, effect in c.effects]
     lines = [
-        f"{len(c.batch.mask)} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
+        f"{c.batch.n_sequences} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
         f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
         *c.notes,
         "",
@@ -199,7 +203,7 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 def _as_json(c: Comparison) -> str:
     document = {
-        "sequences": len(c.batch.mask),
+        "sequences": c.batch.n_sequences,
         "tokens": c.batch.n_tokens,
         "steps": c.batch.steps,
         "notes": c.notes,

@@ -1,22 +1,25 @@
 """Corrections computed again on the sequences of a dump, with other settings. No TRL here."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ...correction.compute import compute_rollout_correction
+from ...correction.compute import RolloutCorrection, compute_rollout_correction
 from ...correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
 from ...messages import PREFIX
 from ...settings.config import RolloutCorrectionConfig
 from ..dump.sequences import Sequences, pad
 
 
-class Batch(NamedTuple):
-    """Tokens of the loss of `B` sequences, padded to the longest: tensors of shape `(B, T)`. Tokens of tools are left out."""
+_SHORT = 64  # tokens up to which padding costs nothing
 
-    steps: list[int]  # that they are from, in order
+
+class Block(NamedTuple):
+    """Sequences of about the same length, padded to the longest: `B` of at most `T` tokens, in tensors of shape `(B, T)`."""
+
     mask: torch.Tensor  # True for entries that are tokens
     train_logps: torch.Tensor  # nats
     rollout_logps: torch.Tensor
@@ -25,14 +28,28 @@ class Batch(NamedTuple):
     coefficients: torch.Tensor  # factor of the policy gradient in the run
     advantages: torch.Tensor  # `(B, 1)`; 0 if it is not finite
 
-    @property
-    def n_tokens(self) -> int:
-        return int(self.mask.sum())
-
     def tokens(self, config: RolloutCorrectionConfig) -> Tokens:
         """Tokens that count under a configuration."""
         neutralize = config.settings.rollout_nan_policy == "neutralize"
         return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
+
+
+class Batch(NamedTuple):
+    """
+    Tokens of the loss of sequences, without those of tools. They lie in blocks, because one long completion would pad all
+    others to its length.
+    """
+
+    steps: list[int]  # that they are from, in order
+    blocks: list[Block]
+
+    @property
+    def n_sequences(self) -> int:
+        return sum(len(block.mask) for block in self.blocks)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(int(block.mask.sum()) for block in self.blocks)
 
 
 class Effect(NamedTuple):
@@ -50,11 +67,32 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     of_loss = sequences.mask & rows[sequences.row]
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")
-    lengths = sequences.sums(of_loss)[rows].astype(int)
+    lengths = sequences.sums(of_loss).astype(int)
+    blocks = [_block(sequences, of_loss, lengths, chosen) for chosen in _of_like_length(lengths, np.flatnonzero(rows))]
+    return Batch(np.unique(sequences.step[rows]).tolist(), blocks)
+
+
+def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    """Rows in groups, in each of which no sequence has more than twice the tokens of another, or all are short."""
+    order = rows[np.argsort(lengths[rows], kind="stable")]
+    groups, start = [], 0
+    while start < len(order):
+        longest = 2 * max(int(lengths[order[start]]), _SHORT)
+        end = int(np.searchsorted(lengths[order], longest, side="right"))
+        groups.append(np.sort(order[start:end]))
+        start = end
+    return groups
+
+
+def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> Block:
+    """The tokens of the loss of some sequences, padded."""
+    chosen = np.zeros(len(sequences), bool)
+    chosen[rows] = True
+    here = of_loss & chosen[sequences.row]
     columns = ("mask", "train_logps", "rollout_logps", "turn", "keep", "coefficients")
-    padded = {name: pad(getattr(sequences, name)[of_loss], lengths) for name in columns}
+    padded = {name: pad(getattr(sequences, name)[here], lengths[rows]) for name in columns}
     advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0))[:, None]
-    return Batch(np.unique(sequences.step[rows]).tolist(), **padded, advantages=advantages)
+    return Block(**padded, advantages=advantages)
 
 
 def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig) -> dict[str, np.ndarray]:
@@ -64,22 +102,22 @@ def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig)
     """
     settings, here = config.settings, sequences.slice(row)
     of_loss = sequences.mask[here]
-    batch = batch_of(sequences, np.arange(len(sequences)) == row)
+    (block,) = batch_of(sequences, np.arange(len(sequences)) == row).blocks
     found = {}
     for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
         fields: dict[str, Any] = {"rollout_rs": [name], "rollout_rs_threshold": [threshold]}
         fields["rollout_nan_policy"] = settings.rollout_nan_policy
         alone = RolloutCorrectionConfig(rollout_correction=None, **fields)
         correction = compute_rollout_correction(
-            batch.train_logps,
-            batch.rollout_logps,
-            batch.mask,
+            block.train_logps,
+            block.rollout_logps,
+            block.mask,
             alone,
-            advantages=batch.advantages[:, 0],
-            turn_ids=batch.turn,
+            advantages=block.advantages[:, 0],
+            turn_ids=block.turn,
         )
         rejected = np.zeros(len(of_loss), bool)
-        rejected[of_loss] = (batch.tokens(alone).valid.bool() & ~correction.keep.bool())[0].numpy()
+        rejected[of_loss] = (block.tokens(alone).valid.bool() & ~correction.keep.bool())[0].numpy()
         found[name] = rejected
     together = np.any([*found.values()], 0) if found else np.zeros(len(of_loss), bool)
     gone = of_loss & ~sequences.keep[here] & np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
@@ -94,26 +132,59 @@ def recompute(
     as_dumped: bool = False,
 ) -> Effect:
     """Correct sequences with a configuration, or `as_dumped`: with what the run itself wrote."""
-    correction = compute_rollout_correction(
-        batch.train_logps,
-        batch.rollout_logps,
-        batch.mask,
-        config,
-        advantages=batch.advantages[:, 0],
-        turn_ids=batch.turn,
-    )
-    tokens = batch.tokens(config)
-    keep, coefficients = (batch.keep, batch.coefficients) if as_dumped else (correction.keep, correction.coefficients)
-    if config.settings.clips_around_sampler:
-        coefficients = coefficients * (tokens.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
-    factor = policy_factor(coefficients, tokens.log_ratio, batch.advantages, config, clip)
-    count = tokens.lengths.sum(dtype=torch.float64)
+    corrections = _correct(batch, config)
+    tokens = kept = 0.0
+    coefficient, products = 0.0, torch.zeros(3, dtype=torch.float64)
+    for block, correction in zip(batch.blocks, corrections, strict=True):
+        counted = block.tokens(config)
+        keep, coefficients = (
+            (block.keep, block.coefficients) if as_dumped else (correction.keep, correction.coefficients)
+        )
+        if config.settings.clips_around_sampler:
+            coefficients = coefficients * (counted.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
+        factor = policy_factor(coefficients, counted.log_ratio, block.advantages, config, clip)
+        tokens += counted.lengths.sum(dtype=torch.float64).item()
+        kept += keep.sum().item()
+        coefficient += coefficients.sum(dtype=torch.float64).item()
+        products += _gradients(block, factor)
+    statistics = sum((x.statistics for x in corrections[1:]), corrections[0].statistics)
+    share = float("nan") if not tokens else 1 / tokens
     return Effect(
-        None if not config.settings.criteria else (1 - keep.sum() / count).item(),
-        correction.metrics().get(f"{PREFIX}rollout_is_eff_sample_size"),
-        (coefficients.sum(dtype=torch.float64) / count).item(),
-        *_compare_gradients(batch, factor),
+        None if not config.settings.criteria else 1 - kept * share,
+        statistics.finish().get(f"{PREFIX}rollout_is_eff_sample_size"),
+        coefficient * share,
+        *_compared(*products.tolist()),
     )
+
+
+def _correct(batch: Batch, config: RolloutCorrectionConfig) -> list[RolloutCorrection]:
+    """The correction of each block. What refers to a whole batch, such as the mean of the weights, refers to all blocks."""
+
+    def correct(sum_over_blocks: Callable[[torch.Tensor], torch.Tensor]) -> list[RolloutCorrection]:
+        return [
+            compute_rollout_correction(
+                block.train_logps,
+                block.rollout_logps,
+                block.mask,
+                config,
+                advantages=block.advantages[:, 0],
+                turn_ids=block.turn,
+                sum_over_ranks=sum_over_blocks,
+            )
+            for block in batch.blocks
+        ]
+
+    totals: list[torch.Tensor] = []
+
+    def note(total: torch.Tensor) -> torch.Tensor:
+        totals.append(total)
+        return total
+
+    corrections = correct(note)
+    if len(totals) < 2:
+        return corrections
+    of_all = torch.stack(totals).sum(0)
+    return correct(lambda total: of_all)
 
 
 def policy_factor(
@@ -136,15 +207,17 @@ def policy_factor(
     return coefficients * ratio * ~clipped
 
 
-def _compare_gradients(batch: Batch, factor: torch.Tensor) -> tuple[float | None, float | None]:
-    """Cosine, and ratio of norms, of the gradients with respect to the logit of each sampled token."""
-    unlikely = -torch.expm1(batch.train_logps.clamp(max=0.0))  # 1 - p
-    plain = (batch.advantages * unlikely).masked_fill(~(batch.mask & batch.train_logps.isfinite()), 0.0)
+def _gradients(block: Block, factor: torch.Tensor) -> torch.Tensor:
+    """Scalar product, and both squared norms, of the plain and the corrected gradient by the logit of each token, `(3,)`."""
+    unlikely = -torch.expm1(block.train_logps.clamp(max=0.0))  # 1 - p
+    plain = (block.advantages * unlikely).masked_fill(~(block.mask & block.train_logps.isfinite()), 0.0)
     corrected = plain * factor
-    product, square, corrected_square = (
-        (a * b).sum(dtype=torch.float64).item()
-        for a, b in ((plain, corrected), (plain, plain), (corrected, corrected))
-    )
+    pairs = ((plain, corrected), (plain, plain), (corrected, corrected))
+    return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
+
+
+def _compared(product: float, square: float, corrected_square: float) -> tuple[float | None, float | None]:
+    """Cosine, and ratio of norms, of the plain and the corrected gradient."""
     if not square:
         return None, None
     norm = (corrected_square / square) ** 0.5

@@ -1,6 +1,5 @@
 """The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,13 +9,16 @@ import pandas as pd
 from ...messages import PREFIX, SelfContainedError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ..dump.claims import find_dump
-from ..dump.folder import files_of, read_logs
+from ..dump.columns import SCHEMA
+from ..dump.folder import files_of, log_entries, read_json, read_logs
 from ..dump.reading import Dump, open_dump
 from ..monitor.windows import is_training_window
 from ..translation.setting_files import config_of_run
 
 
 STATE = "trainer_state.json"
+# Columns of a dump that no page shows are not read
+_COLUMNS = [name for name in SCHEMA.names if name not in ("rank", "completion", "weights")]
 
 
 class Run(NamedTuple):
@@ -46,6 +48,8 @@ def read_run(source: str) -> Run:
 def _read(path: Path) -> Run:
     if not path.exists():
         raise ValueError("no such file or folder")
+    if not path.is_dir() and not path.is_file():
+        raise ValueError("this is neither a file nor a folder")
     states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
     if path.is_file() and path.suffix != ".json":
         states, folder = [], path
@@ -58,7 +62,7 @@ def _read(path: Path) -> Run:
     if states:
         entries = _first_readable(states, damage, needed=folder is None)
     if folder is not None:
-        dump = open_dump(path)
+        dump = open_dump(path, _COLUMNS)
         config = config_of_run(dump.settings, "the settings in the dump cannot be read")
         damage += dump.damage
         if others := [] if folder == path else _other_dumps(path, folder):
@@ -84,10 +88,10 @@ def _other_dumps(folder: Path, chosen: Path) -> list[str]:
 def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     """Entries of training windows, one for each step. Of two entries for one step, the later one counts, key by key."""
     merged: dict[int, dict[str, object]] = {}
-    for entry in entries:
-        step = entry.get("step")
-        if isinstance(step, int | float) and is_training_window(entry):
-            merged.setdefault(int(step), {}).update(entry, step=int(step))
+    for entry in log_entries(entries):
+        if is_training_window(entry):
+            step = int(entry["step"])
+            merged.setdefault(step, {}).update(entry, step=step)
     return [merged[step] for step in sorted(merged)]
 
 
@@ -98,8 +102,9 @@ def log_of_dump(path: Path) -> list[dict[str, object]]:
 
 def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
     """Ratios below and above which TRL's PPO clips in the run that wrote a dump."""
-    below = settings.get("epsilon") or 0.2
-    return 1 - below, 1 + (settings.get("epsilon_high") or below)
+    below, above = (settings.get(name) for name in ("epsilon", "epsilon_high"))
+    lower = float(below) if isinstance(below, int | float) and below else 0.2
+    return 1 - lower, 1 + (float(above) if isinstance(above, int | float) and above else lower)
 
 
 # The state of the trainer -------------------------------------------------------------------------------------------------
@@ -129,7 +134,7 @@ def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> li
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None

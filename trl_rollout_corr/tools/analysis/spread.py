@@ -28,16 +28,26 @@ class Spread(NamedTuple):
 
 def spread_of(batch: Batch) -> Spread:
     """Spread of the log-ratio over tokens with a finite log-probability of both policies; a `ValueError` without any."""
-    tokens = batch.tokens(RolloutCorrectionConfig())
-    if not tokens.lengths.any():
+    config = RolloutCorrectionConfig()
+    lengths, d = [], []
+    for block in batch.blocks:
+        tokens = block.tokens(config)
+        valid = tokens.valid > 0
+        lengths.append(valid.sum(1).double())
+        d.append(tokens.log_ratio[valid].double())
+    if not any(of_block.any() for of_block in lengths):
         raise ValueError("no token of the loss has a finite log-probability under both policies")
-    return measure(tokens.log_ratio, tokens.valid > 0)
+    return _spread(torch.cat(lengths), torch.cat(d))
 
 
 def measure(log_ratio: torch.Tensor, valid: torch.Tensor) -> Spread:
     """Spread of log-ratios over the tokens that are valid, at least one; both of shape `(B, T)`."""
-    lengths = valid.sum(1).double()
-    return Spread(lengths[lengths > 0], log_ratio[valid].double().square().mean().sqrt().item())
+    return _spread(valid.sum(1).double(), log_ratio[valid].double())
+
+
+def _spread(lengths: torch.Tensor, log_ratio: torch.Tensor) -> Spread:
+    """Spread of the log-ratios of all tokens that are valid, of completions with so many of them."""
+    return Spread(lengths[lengths > 0], log_ratio.square().mean().sqrt().item())
 
 
 def suggest_bounds(spread: Spread) -> tuple[float, float]:

@@ -22,14 +22,29 @@ from .ranking import Diagnosis, Finding, diagnose
 from .text import write_json, write_text
 
 
+# Columns of a dump that a diagnosis needs; `tokens` and `prompt` are text, of which it quotes a few words
+COLUMNS = (
+    *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
+    *("prompt", "prompt_ids", "padding", "staleness", "advantage"),
+)
+
 __all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", "read_tokens"]
 
 
 def read_tokens(path: str | Path) -> DumpedTokens:
     """Read the tokens of a dump (folder or file), or of a run with one below it. Without one, a `ValueError` of one line."""
-    dump = open_dump(path)
+    return _tokens_of(_opened(path))
+
+
+def _opened(path: str | Path) -> Dump:
+    """What a diagnosis needs of a dump. Warns of its damage."""
+    dump = open_dump(path, COLUMNS, worst=False)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
+    return dump
+
+
+def _tokens_of(dump: Dump) -> DumpedTokens:
     logs = read_logs(dump.path)
     alarms = examine(logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings))
     return observe_dump(dump, quiet=not alarms and is_small(logs))
@@ -60,5 +75,9 @@ def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
     """The diagnosis of a dump as text or as JSON, and whether nothing has to be done."""
-    diagnosis = diagnose(read_tokens(path))
-    return write_json(diagnosis) if as_json else write_text(diagnosis), diagnosis.healthy
+    dump = _opened(path)
+    diagnosis = diagnose(_tokens_of(dump))
+    if as_json:
+        return write_json(diagnosis, {"sample": dump.sample} if dump.sample else None), diagnosis.healthy
+    note = f"\n{dump.sample}.\n" if dump.sample else ""
+    return write_text(diagnosis) + note, diagnosis.healthy

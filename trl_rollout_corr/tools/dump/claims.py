@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from .folder import files_of, read_logs
+from .folder import files_of, read_json, read_logs
 
 
 CLAIM = "run.json"
@@ -66,12 +66,15 @@ def _taken(asked: Path) -> str:
 
 
 def owner(folder: Path) -> Mapping[str, str]:
-    """What the run that writes to a folder says of itself; empty if no run has taken it."""
+    """What the run that writes to a folder says of itself; empty if no run has taken it, or another tool wrote the file."""
+    path = folder / CLAIM
     try:
-        written: Mapping[str, str] = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+        written = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):  # of a run that begins at this moment
         return {}
-    return written
+    return (
+        {key: value for key, value in written.items() if isinstance(value, str)} if isinstance(written, dict) else {}
+    )
 
 
 def find_dump(folder: Path) -> Path | None:

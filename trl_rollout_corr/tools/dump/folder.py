@@ -6,8 +6,9 @@ its name only when it is complete, so that a crash loses at most the file being 
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .columns import FORMAT, SCHEMA, VERSION
 
 LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
+_LAST_STEP = 2**53  # integers from here on are not exact as floats
+_GROUP = 64  # rows of a row group: the unit that a reader can skip
 
 
 def write_rows(
@@ -41,7 +44,7 @@ def write_rows(
     }
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
     path = folder / f"step-{step:08d}-rank-{rank:05d}.parquet"
-    write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
+    write_whole(path, lambda file: pq.write_table(table, file, row_group_size=_GROUP, compression="zstd"))
     return path
 
 
@@ -86,7 +89,16 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Complete files of a dump, in order of steps."""
+    """Complete files of a dump, in order of steps. A pipe or a broken link of such a name is none."""
+    return [path for path in _named(folder) if path.is_file()]
+
+
+def unusable_files(folder: Path) -> list[Path]:
+    """What has the name of a file of a dump and is none, such as a pipe, which nobody may ever write to."""
+    return [path for path in _named(folder) if not path.is_file()]
+
+
+def _named(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
 
 
@@ -95,8 +107,36 @@ def read_logs(path: Path) -> list[dict[str, Any]]:
     logs, entries = path / LOGS, []
     for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
         with suppress(ValueError):
-            entries.append(json.loads(line))
-    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int | float)]
+            entries.append(read_json(line))
+    return log_entries(entries)
+
+
+def read_json(text: str) -> Any:
+    """Content of JSON. Whatever cannot be read is a `ValueError` of one line."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def log_entries(entries: Iterable[object]) -> list[dict[str, Any]]:
+    """Entries of a log that have a step, with numbers that fit into a float: an integer of 400 digits is infinite."""
+    found = []
+    for entry in entries:
+        if isinstance(entry, dict) and _is_step(entry.get("step")):
+            found.append({str(key): _as_float(value) if type(value) is int else value for key, value in entry.items()})
+    return found
+
+
+def _is_step(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < _LAST_STEP  # type: ignore[operator]
+
+
+def _as_float(value: int) -> int | float:
+    """An integer that Python can count with floats."""
+    if abs(value) < _LAST_STEP:
+        return value
+    return math.inf if value > 0 else -math.inf
 
 
 def _step(path: Path) -> int:

@@ -1,16 +1,25 @@
-"""The reader of a dump: [`open_dump`] returns everything that its files hold."""
+"""The reader of a dump: [`open_dump`] returns what a command needs of its files."""
 
-import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .claims import find_dump, later_dump
-from .columns import FORMAT, VERSION
-from .folder import files_of
+from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
+from .folder import files_of, read_json, unusable_files
+from .sample import MOST_TOKENS, Rows, choose_rows
 from .sequences import Sequences
+
+
+_SCANNED = ("step", "sampled", "mask", "train_logps", "rollout_logps")
+_AT_ONCE = 500_000  # tokens that are decoded together
+_LARGEST = 100_000_000  # tokens of a file beyond which it is none of ours
 
 
 class Dump(NamedTuple):
@@ -21,12 +30,27 @@ class Dump(NamedTuple):
     settings: dict[str, Any]  # in effect at the last step
     about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
     damage: list[str]  # a sentence about each file that cannot be read, and about the dump of a later run beside it
+    sample: str = ""  # a sentence about the rows that were read, if they are a sample
 
 
-def open_dump(path: str | Path) -> Dump:
+class _File(NamedTuple):
+    """A file of a dump, of which only the end was read."""
+
+    path: Path
+    groups: list[tuple[int, int]]  # rows and tokens of each row group
+    settings: dict[str, Any]
+    about: dict[str, str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.groups)
+
+
+def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst: bool = True) -> Dump:
     """
-    Read a dump: its folder, one of its files, or the folder of a run with a dump in it. Damaged files are left out, as the
-    other files are still a sample of the run. A `ValueError` of one line if nothing can be read.
+    Read some columns of a dump: its folder, one of its files, or the folder of a run with a dump in it. Of a large dump a
+    sample is read, with the `worst` rows if they are needed. Damaged files are left out, as the other files are still a sample
+    of the run. A `ValueError` of one line if nothing can be read.
     """
     try:
         path = Path(path)
@@ -34,53 +58,221 @@ def open_dump(path: str | Path) -> Dump:
         later = later_dump(dump) if dump == path and path.is_dir() else None
     except OSError as error:
         raise ValueError(error.strerror) from None
-    table, settings, about, damage = read_table(dump)
+    damage: list[str] = []
+    files = _look_at(dump, damage)
+    table, sample = _read_some(files, columns, damage, worst=worst)
     if later is not None:
         damage.append(f"{str(later)!r} has the dump of a later run")
-    return Dump(dump, Sequences(table), settings, about, damage)
+    return Dump(dump, Sequences(table), files[-1].settings, files[0].about, damage, sample)
 
 
 def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
-    """The rows of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
-    path = Path(path)
-    files = files_of(path) if path.is_dir() else [path]
+    """All rows of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
+    damage: list[str] = []
+    files = _look_at(Path(path), damage)
+    table = _read_whole(files, SCHEMA.names, damage)
+    return table, files[-1].settings, files[0].about, damage
+
+
+# Files --------------------------------------------------------------------------------------------------------------------
+
+
+def _look_at(path: Path, damage: list[str]) -> list[_File]:
+    """The files of a dump that look sound. Adds a sentence about each of the others."""
     if not path.exists():
         raise ValueError("no such file or folder")
-    if not files:
+    if not path.is_dir() and not path.is_file():
+        raise ValueError("this is neither a file nor a folder")
+    paths = files_of(path) if path.is_dir() else [path]
+    if path.is_dir():
+        damage += [
+            f"{file.name} is a pipe, a folder or a broken link. It is left out" for file in unusable_files(path)
+        ]
+    if not paths:
         raise ValueError(
             "this folder does not contain a dump. Name the folder of `rollout_dump_dir`, which contains files step-*.parquet"
         )
-    read, damage = [], []
-    for file in files:
+    return _without_damage(paths, _footer, damage)
+
+
+def _without_damage(items: Sequence[Any], read: Any, damage: list[str]) -> list[Any]:
+    """What is read of each item, where that works. Adds a sentence about each of the others; an error if there is no other."""
+    found, error = [], None
+    for item in items:
         try:
-            read.append(_read_file(file))
-        except ValueError as error:
-            damage.append(f"{error}. It is left out")
-            if len(damage) == len(files):
-                raise
-    tables, metadata = zip(*read, strict=True)
-    table = pa.concat_tables(tables)
-    if not table.num_rows:
-        raise ValueError("the dump holds no sequences")
-    return table, metadata[-1]["settings"], metadata[0]["about"], damage
+            found.append(read(item))
+        except ValueError as problem:
+            error = problem
+            damage.append(f"{problem}. It is left out")
+    if error is not None and not found:
+        raise error
+    return found
 
 
-def _read_file(path: Path) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
-    """The rows and the metadata of a file, or a `ValueError` about a file that is damaged or not of this format."""
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file. Errors of reading it are a `ValueError` of one line that begins with its name."""
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
-        with pq.ParquetFile(path) as file:
-            metadata = file.schema_arrow.metadata or {}
-            table = file.read().replace_schema_metadata()
-            table.validate(full=True)
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            yield file
     except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path.name} is damaged, or it is not a Parquet file: {reason}") from None
-    version = metadata.get(FORMAT.encode())
-    if version is None:
-        raise ValueError(f"{path.name} is a Parquet file, but `rollout_dump_dir` did not write it")
-    if version != str(VERSION).encode():
-        raise ValueError(
-            f"{path.name} has version {version.decode()} of the dump format, but this release reads version {VERSION}"
-        )
-    return table, {key: json.loads(metadata.get(key.encode(), b"{}")) for key in ("settings", "about")}
+
+
+def _footer(path: Path) -> _File:
+    """What the end of a file says, or a `ValueError` about a file that is damaged or not of this format."""
+    with _opened(path) as file:
+        schema, metadata = file.schema_arrow, file.schema_arrow.metadata or {}
+        version = metadata.get(FORMAT.encode())
+        if version is None:
+            raise ValueError(f"{path.name} is a Parquet file, but `rollout_dump_dir` did not write it")
+        if version != str(VERSION).encode():
+            found = version.decode(errors="replace")
+            raise ValueError(
+                f"{path.name} has version {found} of the dump format, but this release reads version {VERSION}"
+            )
+        _check_schema(path, schema)
+        groups = [_size(file.metadata.row_group(i)) for i in range(file.num_row_groups)]
+        settings, about = (_object(path, metadata, key) for key in ("settings", "about"))
+    found_file = _File(path, groups, settings, {key: str(value) for key, value in about.items()})
+    if found_file.tokens > _LARGEST:
+        raise ValueError(f"{path.name} has {found_file.tokens:,} tokens, more than a command can read")
+    return found_file
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    """Refuse a file without a column of a dump, or with one of another type."""
+    for field in SCHEMA:
+        if field.name not in schema.names:
+            raise ValueError(f"{path.name} has no column `{field.name}`, which every dump has")
+        found = schema.field(field.name).type
+        if str(found).replace("element: ", "item: ") != str(field.type):
+            raise ValueError(f"{path.name} has a column `{field.name}` of type {found}, and a dump has {field.type}")
+
+
+def _size(group: pq.RowGroupMetaData) -> tuple[int, int]:
+    """Rows and tokens of a row group."""
+    columns = (group.column(i) for i in range(group.num_columns))
+    tokens = max(column.num_values for column in columns if column.path_in_schema.split(".")[0] == "mask")
+    return group.num_rows, tokens
+
+
+def _object(path: Path, metadata: Mapping[bytes, bytes], key: str) -> dict[str, Any]:
+    """A part of the metadata of a file, which is a JSON object."""
+    try:
+        content = read_json(metadata.get(key.encode(), b"{}").decode())
+    except ValueError as error:
+        raise ValueError(f"{path.name} has damaged metadata, `{key}` is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} has damaged metadata: `{key}` is not a JSON object")
+    return content
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------------
+
+
+def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *, worst: bool) -> tuple[pa.Table, str]:
+    """The rows of a dump, and a sentence about them if they are a sample."""
+    total = sum(file.tokens for file in files)
+    if total <= MOST_TOKENS:
+        return _read_whole(files, columns, damage), ""
+    scanned = _without_damage(files, lambda file: (file, _scan(file)), damage)
+    rows = Rows(*(np.concatenate(parts) for parts in zip(*(found for _, found in scanned), strict=True)))
+    if not len(rows.step):
+        raise ValueError("the dump holds no sequences")
+    sample = choose_rows(rows, MOST_TOKENS, worst=worst)
+    ends = np.cumsum([len(found.step) for _, found in scanned])
+    parts = [
+        (file, sample.read[end - len(found.step) : end], sample.sampled[end - len(found.step) : end])
+        for (file, found), end in zip(scanned, ends.tolist(), strict=True)
+    ]
+    tables = _without_damage(
+        [part for part in parts if part[1].any()], lambda part: _read_rows(part[0], columns, *part[1:]), damage
+    )
+    table = pa.concat_tables(tables)
+    drawn = int(rows.sampled.sum())
+    if int(sample.sampled.sum()) == drawn > 0 and not worst:
+        return table, ""  # nothing that the command uses is missing
+    read = int(rows.tokens[sample.read].sum())
+    sentence = (
+        f"A sample of the dump was read, because all of it would need too much memory: {int(sample.read.sum()):,} of "
+        f"{len(rows.step):,} sequences, with {read / 1e6:.2g} of {total / 1e6:.2g} million tokens. They are spread evenly "
+        f"over the steps, and {', '.join(sample.kept)} were kept. To read a step as a whole, name its file (step-*.parquet)"
+    )
+    return table, sentence
+
+
+def _read_whole(files: list[_File], columns: Sequence[str], damage: list[str]) -> pa.Table:
+    table = pa.concat_tables(_without_damage(files, lambda file: _read_rows(file, columns), damage))
+    if not table.num_rows:
+        raise ValueError("the dump holds no sequences")
+    return table
+
+
+def _read_rows(
+    file: _File, columns: Sequence[str], chosen: np.ndarray | None = None, sampled: np.ndarray | None = None
+) -> pa.Table:
+    """Columns of all rows of a file, or of the `chosen` ones, of which those that are `sampled` represent the batch."""
+    names = [name for name in SCHEMA.names if name in columns]
+    batches = [*_batches(file, names, chosen)]
+    schema = batches[0].schema if batches else pa.schema([SCHEMA.field(name) for name in names])
+    table = _checked(file.path, pa.Table.from_batches(batches, schema).replace_schema_metadata())
+    if chosen is not None and sampled is not None:
+        place = table.schema.get_field_index("sampled")
+        table = table.set_column(place, table.schema.field(place), pa.array(sampled[chosen]))
+    return table
+
+
+def _scan(file: _File) -> Rows:
+    """What the choice of rows needs to know of each row of a file."""
+    parts = []
+    for batch in _batches(file, _SCANNED):
+        sequences = Sequences(_checked(file.path, pa.Table.from_batches([batch])))
+        size = np.where(sequences.mask, np.nan_to_num(np.abs(sequences.log_ratio), nan=np.inf), 0.0)
+        distance = np.zeros(len(sequences))
+        np.maximum.at(distance, sequences.row, size)
+        parts.append(Rows(sequences.step, sequences.sampled, sequences.lengths, distance))
+    nothing = Rows(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32), np.zeros(0))
+    return Rows(*(np.concatenate(columns) for columns in zip(nothing, *parts, strict=True)))
+
+
+def _batches(file: _File, columns: Sequence[str], chosen: np.ndarray | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of a file, or the `chosen` ones, some after the other, so that they need little memory."""
+    with _opened(file.path) as opened:
+        start = 0
+        for group, (n_rows, n_tokens) in enumerate(file.groups):
+            end = start + n_rows
+            if chosen is None or chosen[start:end].any():
+                size = max(_AT_ONCE * n_rows // max(n_tokens, 1), 1)
+                for batch in opened.iter_batches(size, row_groups=[group], columns=list(columns)):
+                    rows = batch if chosen is None else batch.filter(pa.array(chosen[start : start + len(batch)]))
+                    if len(rows):
+                        yield rows
+                    start += len(batch)
+            start = end
+
+
+def _checked(path: Path, table: pa.Table) -> pa.Table:
+    """A table of rows whose values can be told apart, or a `ValueError`."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path.name} is damaged: {str(error).splitlines()[0]}") from None
+    lengths = pc.list_value_length(table["mask"])
+    for column in COLUMNS:
+        if column.name not in table.column_names:
+            continue
+        values = table[column.name]
+        if values.null_count and not column.null:
+            raise ValueError(f"{path.name} is damaged: a row has no `{column.name}`")
+        if not column.per_token:
+            continue
+        if not pc.all(pc.equal(pc.list_value_length(values), lengths), min_count=0).as_py():
+            raise ValueError(
+                f"{path.name} is damaged: a row has lists of different lengths, `mask` and `{column.name}`"
+            )
+        if pc.list_flatten(values).null_count:
+            raise ValueError(f"{path.name} is damaged: a token has no `{column.name}`")
+    return table

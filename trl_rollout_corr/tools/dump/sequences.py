@@ -21,8 +21,9 @@ class Sequences:
     """
     `B` sequences of a dump with `N` tokens, from a table with the columns of a dump.
 
-    Each column of numbers is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...) or `(N,)` with a
-    number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the column is null.
+    Each column of numbers of the table is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...) or
+    `(N,)` with a number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the column is
+    null.
     """
 
     if TYPE_CHECKING:
@@ -31,15 +32,15 @@ class Sequences:
 
     def __init__(self, table: pa.Table) -> None:
         self.lengths = pc.list_value_length(table["mask"]).to_numpy()
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])  # first token of each sequence, and `N`
+        self.starts = np.concatenate(
+            [[0], np.cumsum(self.lengths, dtype=np.int64)]
+        )  # first token of each sequence, and `N`
         for column in COLUMNS:
-            if column.dtype is not None:
+            if column.dtype is not None and column.name in table.column_names:
                 values = table[column.name]
                 array = _end_to_end(values, self.lengths) if column.per_token else values.to_numpy()
-                setattr(self, column.name, array.astype(column.dtype))
-        nothing = np.zeros(0, np.int32)
-        # Token ids of each prompt; empty where they are not known
-        self.prompts = [ids.values.to_numpy() if ids.is_valid else nothing for ids in table["prompt_ids"]]
+                setattr(self, column.name, array.astype(column.dtype, copy=False))
+        self._prompt_ids = table["prompt_ids"] if "prompt_ids" in table.column_names else None
         self._text: Any = table.select(_TEXT) if set(_TEXT) <= {*table.column_names} else None
 
     @classmethod
@@ -99,6 +100,14 @@ class Sequences:
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sums over the tokens of each sequence."""
         return np.bincount(self.row, weights=values, minlength=len(self))
+
+    @cached_property
+    def prompts(self) -> list[np.ndarray]:
+        """Token ids of each prompt; empty where they are not known."""
+        nothing = np.zeros(0, np.int32)
+        if self._prompt_ids is None:
+            return [nothing] * len(self)
+        return [ids.values.to_numpy() if ids.is_valid else nothing for ids in self._prompt_ids]
 
     # Of some sequences ------------------------------------------------------------------------------------------------
 

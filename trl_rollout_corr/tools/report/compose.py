@@ -55,6 +55,8 @@ def _banner(facts: Facts) -> Banner:
         sequences = run.dump.sequences
         drawn = f"{int(sequences.sampled.sum()):,} drawn at random and {int(sequences.worst.sum()):,} as the worst"
         about.append(("Dumped steps", f"{_span(sequences.step)}, in {run.dump.path.name}"))
+        if run.dump.sample:
+            about.append(("Sample", f"{run.dump.sample}."))
         about.append(
             ("Sequences", f"{len(sequences):,}, {drawn}, with {int(sequences.mask.sum()):,} tokens of the loss")
         )

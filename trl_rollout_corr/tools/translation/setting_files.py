@@ -36,6 +36,8 @@ def read_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = f"{f'line {mark.line + 1}: ' if mark else ''}not YAML: {getattr(error, 'problem', None) or error}"
+    except RecursionError:
+        problem = "not YAML that a person wrote: its brackets are nested too deeply"
     if not isinstance(content, Mapping):
         if _PYTHON.search(text):
             raise ValueError(
