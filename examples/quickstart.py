@@ -219,7 +219,8 @@ def main():
         task.probe(model_folder)
     print(f"Run: {name}, in {folder}", flush=True)
     progress, log_history = train_it(model_folder, args, script_args)
-    conclude(name, progress, log_history, [*before, folder], Path(args.output_dir), time.monotonic() - began)
+    folders, family, seconds = [*before, folder], Path(args.output_dir), time.monotonic() - began
+    conclude(name, args.rollout_correction, progress, log_history, folders, family, seconds)
 
 
 def train(model_folder: Path, args, script_args: QuickstartArguments) -> tuple[Progress, list[dict]]:

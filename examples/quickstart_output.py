@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +14,11 @@ from transformers import TrainerCallback
 
 RESULT = "quickstart.json"  # in the folder of a run; empty until the run is over
 IS_COMPARED = "QUICKSTART_IS_COMPARED"  # variable of the environment of a run that another run reports on
+# A correction has one colour in every picture, those of `trl-rollout-corr report`; the others share what is left
+COLORS = {"disabled": "#d55e00", "auto": "#0072b2", "trl": "#009e73", "bypass_dppo_tv": "#cc79a7"}
+OTHER_COLORS = ("#e69f00", "#56b4e9", "#6f4e37", "#59636e")
+WORDS = {"disabled": "no correction", "auto": "corrected (auto)", "trl": "TRL's own correction"}
+STYLES = ("-", "--", ":", "-.")  # of runs with the same correction
 
 
 class Progress(TrainerCallback):
@@ -49,7 +56,13 @@ def minutes(seconds: float) -> str:
 
 
 def conclude(
-    name: str, progress: Progress, log_history: list[dict], folders: list[Path], family: Path, seconds: float
+    name: str,
+    correction: str | None,
+    progress: Progress,
+    log_history: list[dict],
+    folders: list[Path],
+    family: Path,
+    seconds: float,
 ):
     """
     Save the result of a run, and show it beside the other runs.
@@ -57,6 +70,8 @@ def conclude(
     Args:
         name (`str`):
             Name of the run.
+        correction (`str`):
+            Its `rollout_correction`.
         progress ([`Progress`]):
             What it saw.
         log_history (`list[dict]`):
@@ -69,7 +84,13 @@ def conclude(
             How long it took.
     """
     history = [entry for entry in log_history if "rollout_corr/kl" in entry]
-    result = {"name": name, "steps": progress.steps, "accuracy": progress.accuracy, "history": history}
+    result = {
+        "name": name,
+        "correction": correction,
+        "steps": progress.steps,
+        "accuracy": progress.accuracy,
+        "history": history,
+    }
     (folders[-1] / RESULT).write_text(json.dumps(result))
     print_table(result)
     if IS_COMPARED in os.environ:
@@ -82,7 +103,11 @@ def conclude(
     draw(results, family / "quickstart.png")
     print(f"\n{minutes(seconds)} minutes. Picture: {family / 'quickstart.png'}")
     print("Next, every trend and the worst tokens on one page:")
-    print(f"    {command()} report {' '.join(map(str, folders))} -o report.html")
+    print(f"    {command()} report {shlex.join(map(str, folders))} -o report.html")
+    if os.sep in command():
+        print(f"The commands of this package are in {Path(command()).parent}.")
+    if len(folders) == 1:
+        print('To see the same run without correction next to it: make quickstart ARGS="--compare"')
 
 
 def find_results(folder: Path, family: Path) -> list[Path]:
@@ -99,8 +124,8 @@ def after(result: dict) -> float:
 
 def command() -> str:
     """The command line of the package, of the environment that this runs in."""
-    script = Path(sys.executable).with_name("trl-rollout-corr")
-    if not script.exists():
+    script, found = Path(sys.executable).with_name("trl-rollout-corr"), shutil.which("trl-rollout-corr")
+    if not script.exists() or (found and Path(found).samefile(script)):
         return "trl-rollout-corr"
     return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)
 
@@ -142,13 +167,52 @@ def draw(results: list[dict], path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    figure = figure_of(results)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def figure_of(results: list[dict]):
+    """The picture of all runs. The colour says which correction a run has, and a line that another one covers is wider."""
+    import matplotlib.pyplot as plt
+
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4 + 0.25 * len(results)), layout="constrained")
-    for result in results:
-        left.plot(result["steps"], result["accuracy"], marker="o", label=result["name"])
-        steps = [entry["step"] for entry in result["history"]]
-        right.plot(steps, [entry["rollout_corr/k3_kl"] for entry in result["history"]])
+    gaps = [[entry["rollout_corr/k3_kl"] for entry in result["history"]] for result in results]
+    labels = labels_of(results)
+    for i, result in enumerate(results):
+        alike = [other for other in results[:i] if correction_of(other) == correction_of(result)]
+        look = {"color": color_of(correction_of(result)), "linestyle": STYLES[len(alike) % len(STYLES)]}
+        accuracies = [other["accuracy"] for other in results]
+        left.plot(
+            result["steps"], result["accuracy"], marker="o", label=labels[i], linewidth=width_of(i, accuracies), **look
+        )
+        right.plot([entry["step"] for entry in result["history"]], gaps[i], linewidth=width_of(i, gaps), **look)
     left.set(xlabel="optimizer step", ylabel="exact answers on held-out prompts", ylim=(0, 1))
     right.set(xlabel="optimizer step", ylabel="KL from sampler to trainer (nats per token)", yscale="log")
     figure.legend(loc="outside lower left", frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
+
+
+def width_of(i: int, curves: list[list]) -> float:
+    """Width of a curve: each later one that equals it and would hide it makes it wider."""
+    return 1.8 + 3.0 * sum(later == curves[i] for later in curves[i + 1 :])
+
+
+def correction_of(result: dict) -> str:
+    """The correction of a run; those that an older quickstart saved have only a name."""
+    return str(result.get("correction") or ("disabled" if " disabled" in result["name"] else "auto"))
+
+
+def color_of(correction: str) -> str:
+    """The colour of a correction, whatever other runs are in the picture."""
+    return COLORS.get(correction) or OTHER_COLORS[sum(correction.encode()) % len(OTHER_COLORS)]
+
+
+def labels_of(results: list[dict]) -> list[str]:
+    """Names of runs in plain words: the correction, and behind it the name of the run where several have the correction."""
+    corrections = [correction_of(result) for result in results]
+    labels = []
+    for result, correction in zip(results, corrections, strict=True):
+        words = WORDS.get(correction, f"corrected ({correction})")
+        labels.append(words if corrections.count(correction) == 1 else f"{words}: {result['name']}")
+    return labels

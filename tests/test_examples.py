@@ -67,8 +67,45 @@ def test_quickstart(sorting_model, tmp_path):
     assert behind > 20 * in_step  # which is rounding
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
     assert f"report {folder} -o report.html" in output
+    assert output.splitlines()[-1].endswith('make quickstart ARGS="--compare"')
     main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])  # of the last run
     assert "disabled: no correction" in (tmp_path / "report.html").read_text()
+
+
+def test_the_picture_of_the_quickstart_shows_every_run(monkeypatch):
+    """Also two that are equal; and the colour follows the correction, whatever the order."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from matplotlib import pyplot
+    from quickstart_output import figure_of
+
+    history = [{"step": step, "rollout_corr/k3_kl": 0.01 * step} for step in (1, 2, 3)]
+    run = {"steps": [0, 2], "accuracy": [0.4, 0.5], "history": history}
+    runs = {
+        "corrected": {**run, "correction": "auto", "name": "grpo corrected"},
+        "none": {**run, "correction": "disabled", "name": "grpo disabled"},
+        "again": {**run, "correction": "disabled", "name": "grpo disabled 2"},
+        "older": {**run, "name": "grpo disabled --lag 4"},
+    }
+
+    def lines(*names):
+        figure = figure_of([runs[name] for name in names])
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        drawn = [axes.get_lines() for axes in figure.axes]
+        pyplot.close(figure)
+        return drawn, legend
+
+    orders = (("corrected", "none"), ("none", "corrected"))
+    colors = [{name: line.get_color() for name, line in zip(o, lines(*o)[0][0], strict=True)} for o in orders]
+    assert colors[0] == colors[1]
+    assert len({*colors[0].values()}) == 2
+    assert lines("none", "corrected")[1] == ["no correction", "corrected (auto)"]
+    drawn, legend = lines("none", "again", "older")
+    assert legend[1] == "no correction: grpo disabled 2"
+    for axes in drawn:
+        widths = [line.get_linewidth() for line in axes]
+        assert widths == sorted({*widths}, reverse=True)
+        assert len({line.get_linestyle() for line in axes}) == 3
+        assert len({line.get_color() for line in axes}) == 1
 
 
 @pytest.mark.slow
