@@ -755,7 +755,9 @@ EVIL = [
     '"><img src=x onerror=alert(1)>',
     "&amp;",
     "|`*_#@x",
+    "\u202egnp.\u2066exe\x00",
 ]
+MARKS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\x00]")  # of direction, which reorder a text, and NUL
 
 
 @pytest.fixture
@@ -763,8 +765,8 @@ def hostile(dump, tmp_path):
     content = read_dump(dump)
     rows = [{**row, "tokens": [EVIL[i % len(EVIL)] for i in range(len(row["tokens"]))]} for row in content.rows[:8]]
     rows = [{**row, "prompt": "</div>" + "".join(EVIL), "completion": "".join(EVIL)} for row in rows]
-    folder = tmp_path / "<b>&$x$"
-    write_rows(folder, 1, 0, rows, content.settings)
+    folder = tmp_path / "<b>&$x$\u202e"
+    write_rows(folder, 1, 0, rows, content.settings, {"model": "llama\u2067"})
     return folder
 
 
@@ -775,7 +777,10 @@ def test_text_of_the_dump_is_escaped(hostile, tmp_path):
     assert "onerror" not in dict(page.attributes)
     assert "<script>alert(1)</script>" in page.text
     assert "&amp;amp;" in text
-    assert "Rollout report: <b>&$x$" in page.text
+    assert "Rollout report: <b>&$x$\\u202e" in page.text
+    assert not MARKS.findall(text)
+    assert "\\u202egnp." in page.text
+    assert "llama\\u2067" in page.text
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.png"])

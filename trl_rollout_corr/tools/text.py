@@ -2,11 +2,21 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
 import yaml
+
+
+# Marks of direction, which reorder the text around them, and control characters, which a page must not contain
+_UNSEEN = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Text in which marks of direction and control characters are written out, such as `\\u202e`."""
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -12,7 +12,7 @@ from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..text import number
+from ..text import number, visible
 from .page import Chart, Page
 
 
@@ -78,7 +78,7 @@ def png(page: Page) -> bytes:
         )
         lines.append("    ".join(card.title for card in banner.numbers))
         lines.append("    ".join(f"{label}: {value}" for label, value in banner.about))
-    lines = [part for line in [*lines, overview.text] for part in textwrap.wrap(line, _LINE)]
+    lines = [part for line in [*lines, overview.text] for part in textwrap.wrap(visible(line), _LINE)]
     n = len(overview.charts)
     with _style():
         figure = Figure(figsize=(_WIDTH, 0.6 + 0.22 * len(lines) + 1.7 * n), dpi=_DPI, layout="constrained")

@@ -1,11 +1,13 @@
 """A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
 
 import math
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 
 from ...messages import __version__
-from ..text import number
+from ..text import number, visible
 from .drawing import COLORS, svg
 from .examples import EFFECTS
 from .page import Page
@@ -18,12 +20,25 @@ SHADES = (0.1, 0.5, 2.0)
 
 def render(page: Page) -> str:
     """The page as HTML."""
-    environment = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible,
+    )
     environment.filters.update(cell=_cell, number=number, shade=_shade, share=percent_of, svg=svg)
     template = environment.get_template("page.html")
     return (
         template.render(page=page, colors=COLORS, shades=SHADES, effects=EFFECTS, version=__version__).strip() + "\n"
     )
+
+
+def _visible(value: Any) -> Any:
+    """Whatever the page shows, without marks that would reorder it: texts of tokens, prompts, names of folders, facts."""
+    if isinstance(value, Markup):
+        return Markup(visible(str(value)))
+    return visible(value) if isinstance(value, str) else value
 
 
 def _cell(value: str | float | None) -> str:
