@@ -131,12 +131,16 @@ def check(config, fields):
 def test_a_value_of_the_user_is_never_replaced(name, tmp_path):
     config_class = getattr(trl_rollout_corr, f"RolloutCorrected{name}Config")
     other = config_class(**MACHINE, rollout_correction="decoupled_k3_rs")
+    parsed = set()  # values that have passed the two parsers, which are slow
     for fields in CASES:
         config = config_class(**MACHINE, **fields)
         assert {key: getattr(config, key) for key in fields} == fields  # nothing is written back
         check(config, fields)
-        check(on_command_line(config_class, fields), fields)
-        check(in_yaml(config_class, fields, tmp_path / "recipe.yaml"), fields)
+        values = {(key, repr(value)) for key, value in fields.items()}
+        if name == "GRPO" and not values <= parsed:
+            parsed |= values
+            check(on_command_line(config_class, fields), fields)
+            check(in_yaml(config_class, fields, tmp_path / "recipe.yaml"), fields)
         if len(fields) > len(UNSET) - 1:  # all at once
             check(replaced(other, **fields), fields)
             check(replaced(config, learning_rate=1e-5), fields)
