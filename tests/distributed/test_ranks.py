@@ -24,6 +24,10 @@ EVERYTHING = {
 }
 
 
+# Criteria of tokens and of completions. All criteria in every case would take half of the time of this file
+FEW = {"rollout_rs": ["token_k1", "seq_mean_k3"], "rollout_rs_threshold": [[0.5, 2.0], 0.9]}
+
+
 def launch(
     cases: dict[str, dict], folder: Path, ranks: int, config: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess:
@@ -134,11 +138,12 @@ def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
         "eval_steps": 2,
         "per_device_eval_batch_size": evaluation,
         "logging_steps": 2,
-        **EVERYTHING,
+        **FEW,
     }
     return {
         "token": {
             **common,
+            **EVERYTHING,
             "rollout_is": "token",
             "rollout_is_threshold": [0.8, 1.3],
             "rollout_dump_dir": str(folder / f"dump of {ranks}"),
@@ -213,7 +218,7 @@ def test_the_worst_sequences_of_several_ranks_are_those_of_one(one_rank, several
 def test_metrics_of_several_ranks_are_those_of_one(one_rank, several, case, mode):
     prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
     expected = reports(one_rank[case][0], prefix)
-    assert len(expected[0]) > 60
+    assert len(expected[0]) > (60 if case == "token" else 30)
     assert expected[0][f"{prefix}k3_kl"] > 0.001
     for rank in several[case]:
         assert_reports_equal(reports(rank, prefix), expected)
@@ -259,9 +264,9 @@ COLLECTIVES = {
     "plain": {**_SHORT, "plain": True},
     "measured": {**_SHORT, "rollout_correction": "disabled"},
     "watched": {**_SHORT, "rollout_correction": "disabled", "rollout_monitor": "warn"},
-    "corrected": {**_SHORT, **EVERYTHING},
+    "corrected": {**_SHORT, **FEW},
     "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
-    "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **EVERYTHING},
+    "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **FEW},
     "normalised in bypass": {**_SHORT, "rollout_correction": "bypass_pg_is", "rollout_is_batch_normalize": True},
 }
 
@@ -493,7 +498,13 @@ WITH_VLLM = {
 }
 
 
-LOSES_WEIGHTS = {**WITH_VLLM["grpo full"], "learning_rate": 1e-2, "max_steps": 8, "loses_weights": True}
+LOSES_WEIGHTS = {
+    **WITH_VLLM["grpo full"],
+    "learning_rate": 1e-2,
+    "max_steps": 8,
+    "rollout_monitor": "warn",
+    "loses_weights": True,
+}
 
 
 @pytest.mark.vllm
