@@ -230,6 +230,23 @@ def test_what_decides_the_loss_loads_no_tool(module):
         assert "trl_rollout_corr.settings.config" not in lines
 
 
+TRAINED = """
+import sys
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, build
+path, folder = sys.argv[1:]
+build(*TRAINERS["grpo"], path, folder, sampler=StaleSampler(path), max_steps=1, rollout_monitor=None).train()
+print([name for name in sys.modules if name.startswith("trl_rollout_corr.tools")])
+"""
+
+
+def test_a_training_without_a_monitor_loads_no_tool(tiny_model_path, tmp_path):
+    command = [sys.executable, "-c", TRAINED, tiny_model_path, str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.splitlines()[-1] == "[]"
+
+
 def test_every_module_has_its_place():
     found = {module_of(path) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
     assert found == set(ORDER)
