@@ -69,7 +69,8 @@ class RolloutCorrectionConfig:
         rollout_routing (`str`, *optional*):
             replay: the trainer takes the experts that a colocated vLLM chose.
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            Reaction to unhealthy metrics: warn, stop (end training if the reward has fallen as well), or `None`.
+            Reaction to unhealthy metrics: warn, stop (end training if the reward has fallen as well), or `None`, which also
+            switches the checks of pushes off.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other limits of the monitor, by name of a bound; `None` switches a bound off.
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
@@ -212,31 +213,45 @@ def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
 
 def _idle(settings: Settings) -> dict[str, str]:
     """Reasons why fields have no effect, by name of the field."""
-    no_weights = settings.rollout_is is None and "`rollout_is` is None"
-    no_rejection = not settings.criteria and "`rollout_rs` is not set"
-    reported = not settings.applies_weights and (
-        "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied"
-    )
-    no_pair = not isinstance(settings.rollout_is_threshold, list) and "`rollout_is_threshold` is not a pair"
-    no_bypass = not settings.bypass_mode and "`bypass_mode` is False, and the loss is TRL's `loss_type`"
-    no_clipping = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
-    corrects = dataclasses.replace(settings, rollout_metrics_only=False).corrects
-    no_dump = settings.rollout_dump_dir is None and "`rollout_dump_dir` is None"
-    reasons: dict[str, Any] = {
-        # verl's files have 2.0 beside null
-        "rollout_is_threshold": settings.rollout_is_threshold != 2.0 and no_weights,
-        "rollout_is_clamp": settings.rollout_is_clamp and (no_weights or no_pair),
-        "rollout_is_batch_normalize": no_weights or reported,
-        **dict.fromkeys(
-            ("rollout_rs_threshold", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"), no_rejection
-        ),
-        "rollout_loss_type": no_bypass,
-        "rollout_clip_ratio_c": settings.rollout_clip_ratio_c and not settings.clips_around_sampler and no_clipping,
-        "rollout_metrics_only": not corrects and "there is no correction",
-        "rollout_monitor_bounds": settings.rollout_monitor is None and "`rollout_monitor` is None",
-        **{f"rollout_dump_{name}": no_dump for name in ("steps", "sampled", "worst", "max_gb")},
-    }
-    return {name: reason for name, reason in reasons.items() if reason}
+    reasons: dict[str, str] = {}
+
+    def idle(reason: str, *names: str) -> None:
+        for name in names:
+            reasons.setdefault(name, reason)
+
+    if settings.rollout_is is None:
+        idle("`rollout_is` is None", "rollout_is_batch_normalize")
+        if settings.rollout_is_threshold != 2.0:  # which verl's files have next to null
+            idle("`rollout_is` is None", "rollout_is_threshold")
+        if settings.rollout_is_clamp:
+            idle("`rollout_is` is None", "rollout_is_clamp")
+    if settings.rollout_is_clamp and not isinstance(settings.rollout_is_threshold, list):
+        idle("`rollout_is_threshold` is not a pair", "rollout_is_clamp")
+    if not settings.applies_weights:
+        idle(
+            "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied",
+            "rollout_is_batch_normalize",
+        )
+    if not settings.criteria:
+        idle(
+            "`rollout_rs` is not set",
+            "rollout_rs_threshold",
+            "rollout_rs_renormalize",
+            "rollout_rs_exclude_from_baseline",
+        )
+    if not settings.bypass_mode:
+        idle("`bypass_mode` is False, and the loss is TRL's `loss_type`", "rollout_loss_type")
+    if settings.rollout_clip_ratio_c and not settings.clips_around_sampler:
+        reason = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
+        idle(reason, "rollout_clip_ratio_c")
+    if not dataclasses.replace(settings, rollout_metrics_only=False).corrects:
+        idle("there is no correction", "rollout_metrics_only")
+    if settings.rollout_monitor is None:
+        idle("`rollout_monitor` is None", "rollout_monitor_bounds")
+    if settings.rollout_dump_dir is None:
+        of_dump = (f"rollout_dump_{name}" for name in ("steps", "sampled", "worst", "max_gb"))
+        idle("`rollout_dump_dir` is None", *of_dump)
+    return reasons
 
 
 def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
