@@ -112,8 +112,8 @@ def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
     return bool(settings.criteria) or bounded or settings.clips_around_sampler or not rejecting
 
 
-def write_text(diagnosis: Diagnosis) -> str:
-    """The diagnosis as text for a terminal."""
+def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
+    """The diagnosis as text for a terminal. Without `remedies`, whoever asks gives the only answer."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
         cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)
@@ -122,9 +122,9 @@ def write_text(diagnosis: Diagnosis) -> str:
             f"{place}. {capitalized(cause.title)} ({finding.name})",
             f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
             f"   Evidence: {evidence(finding)}.",
-            f"   What to do: {remedy}",
         ]
-        lines += [f"     {line}" for line in yaml_lines(settings).splitlines()]
+        if remedies:
+            lines += [f"   What to do: {remedy}", *(f"     {line}" for line in yaml_lines(settings).splitlines())]
     return "\n".join(lines) + "\n"
 
 

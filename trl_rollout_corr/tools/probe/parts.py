@@ -8,13 +8,16 @@ alone; a step that others undo gets less, and may get less than 0.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from enum import StrEnum
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from ...messages import capitalized
 from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.evidence import FLOOR, Evidence
 from ..diagnosis.ranking import Diagnosis, Finding
+from ..diagnosis.text import remedy_for
 from ..text import number, percent, yaml_lines
 
 
@@ -43,11 +46,43 @@ LOW = ("bfloat16", "float16")
 _ALIKE = 1.2  # times the smallest gap, up to which the fastest setting is taken
 
 
+class Side(StrEnum):
+    """Who scores the tokens, and how."""
+
+    AS_IT_IS = "as_it_is"  # the trainer, as in the loss
+    NO_DROPOUT = "no_dropout"  # the trainer without dropout, in the batches of the run
+    ONE_ROW = "one_row"  # the trainer, one sequence at a time with its padding
+    ALONE = "alone"  # the trainer, one sequence at a time without padding
+    SAMPLER = "sampler"  # vLLM with the weights of the files, which reads the tokens as a prompt
+    PUSHED = "pushed"  # vLLM with the weights that the trainer pushed
+    SAMPLED = "sampled"  # vLLM, when it sampled the tokens
+
+
+class Costs(TypedDict, total=False):
+    """What a process needs."""
+
+    trainer: float  # seconds to score
+    sampler: float  # seconds to sample
+    weights: float  # bytes, of both sides
+
+
+class Facts(TypedDict):
+    """What a process knows of its run."""
+
+    costs: Costs
+    observed: DumpedTokens | None  # of the process that sampled
+    about: Mapping[str, str]
+    device: str
+    options: Sequence[str]  # of sampling, that distort the log-probabilities
+    engine_kwargs: Mapping[str, Any]
+    attention: str  # implementation of the trainer
+
+
 class Scored(NamedTuple):
     """The answer of a process."""
 
-    logps: Mapping[str, np.ndarray]  # of all tokens, by configuration of trainer or sampler
-    facts: Mapping[str, Any]
+    logps: Mapping[Side, np.ndarray]  # of all tokens
+    facts: Facts
 
 
 class Part(NamedTuple):
@@ -85,17 +120,17 @@ def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str
     """The part that each step of the chain belongs to, and the log-probabilities after it, or why there are none."""
     logps, facts = first
 
-    def of(change: str, side: str) -> np.ndarray | str:
+    def of(change: str, side: Side) -> np.ndarray | str:
         scored = tried.get(change, tried.get(PLAIN, first))  # what is not tried is the run's own
         return scored if isinstance(scored, str) else scored.logps.get(side, logps[side])
 
-    steps: list[tuple[str, np.ndarray | str]] = [(DROPOUT, logps["no_dropout"])] if "no_dropout" in logps else []
-    steps += [(MICRO_BATCH, logps["one_row"]), (PADDING, logps["alone"])]
-    steps += [(HEAD, of(HEADS, "alone")), (BODY, of(FLOAT32, "alone"))]
-    steps += [(KERNELS, of(FLOAT32, "sampler")), (BODY, of(HEADS, "sampler")), (HEAD, of(PLAIN, "sampler"))]
+    steps: list[tuple[str, np.ndarray | str]] = [(DROPOUT, logps[Side.NO_DROPOUT])] if Side.NO_DROPOUT in logps else []
+    steps += [(MICRO_BATCH, logps[Side.ONE_ROW]), (PADDING, logps[Side.ALONE])]
+    steps += [(HEAD, of(HEADS, Side.ALONE)), (BODY, of(FLOAT32, Side.ALONE))]
+    steps += [(KERNELS, of(FLOAT32, Side.SAMPLER)), (BODY, of(HEADS, Side.SAMPLER)), (HEAD, of(PLAIN, Side.SAMPLER))]
     if bits := [EIGHT_BITS[name] for name in eight_bits(facts["engine_kwargs"])]:
-        steps.append((" and ".join(bits), logps["sampler"]))
-    return [*steps, (PUSH, logps["pushed"]), (OPTIONS if facts["options"] else DECODING, logps["sampled"])]
+        steps.append((" and ".join(bits), logps[Side.SAMPLER]))
+    return [*steps, (PUSH, logps[Side.PUSHED]), (OPTIONS if facts["options"] else DECODING, logps[Side.SAMPLED])]
 
 
 def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> list[Part]:
@@ -150,7 +185,7 @@ def write_parts(parts: Sequence[Part]) -> str:
     return "\n".join([*lines, "Not measured: an adapter (a new one adds 0), older weights, and several ranks."]) + "\n"
 
 
-def candidates(facts: Mapping[str, Any], *, quick: bool) -> dict[str, dict[str, Any]]:
+def candidates(facts: Facts, *, quick: bool) -> dict[str, dict[str, Any]]:
     """Settings to try, by what they change. All but the first are without 8 bits."""
     own, about, on_cpu = facts["engine_kwargs"], facts["about"], facts["device"] == "cpu"
     plain = {name: value for name, value in own.items() if name not in eight_bits(own)}
@@ -189,30 +224,82 @@ def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapp
     for change, scored in {"nothing": first, **tried}.items():
         if isinstance(scored, str):
             continue
-        logps, costs = {**first.logps, **scored.logps}, {**first.facts["costs"], **scored.facts["costs"]}
-        d = (logps["as_it_is"] - logps["sampler"]).astype(np.float64)
+        logps: Mapping[Side, np.ndarray] = {**first.logps, **scored.logps}
+        costs: Costs = {**first.facts["costs"], **scored.facts["costs"]}
+        d = (logps[Side.AS_IT_IS] - logps[Side.SAMPLER]).astype(np.float64)
         d = d[np.isfinite(d)]
-        trainer, sampler = (costs[side] / first.facts["costs"][side] for side in ("trainer", "sampler"))
+        of_run = first.facts["costs"]
+        trainer, sampler = costs["trainer"] / of_run["trainer"], costs["sampler"] / of_run["sampler"]
         gap, equal = float(k3(d).mean()), float((d == 0).mean())
         trials.append(Trial(change, settings.get(change, {}), gap, equal, trainer, sampler, costs["weights"]))
     return sorted(trials, key=lambda trial: (trial.k3, trial.trainer))
 
 
 def write_trials(trials: Sequence[Trial], left_out: Mapping[str, str]) -> str:
-    """The trials, and reasons why others were left out, as text for a terminal, the last lines of which are YAML."""
+    """The trials, and reasons why others were left out, as text for a terminal."""
     rows: list[tuple[str, ...]] = [("changed", "k3_kl", "bit-equal", "trainer, time", "sampler, time", "weights, MiB")]
     for t in trials:
         times = [f"{x:.2g} x" for x in (t.trainer, t.sampler)]
         rows.append((t.change, number(t.k3), percent(round(t.equal, 3)), *times, f"{t.weights / 2**20:,.0f}"))
-    lines = ["", "What to set: one change each. vLLM reads the same tokens as it reads a prompt.", *table(rows)]
-    lines += [f"Left out: {change}. {reason}" for change, reason in left_out.items()]
+    lines = [
+        "",
+        "Settings that were tried: one change each. vLLM reads the same tokens as it reads a prompt.",
+        *table(rows),
+    ]
+    return "\n".join([*lines, *(f"Left out: {change}. {reason}" for change, reason in left_out.items())]) + "\n"
+
+
+# The answer ---------------------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """The one thing to do, and the settings to paste, which may be empty."""
+
+    share: float  # of the gap that it acts on
+    text: str
+    settings: Mapping[str, Any]
+
+
+def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
+    """
+    What removes most of the gap: the remedy of a cause, which acts on its share, or the fastest of the settings with the
+    smallest gap, which was measured. A normal cause has no remedy that is better than a setting that was tried.
+    """
+    best, gain = best_of(trials)
+    causes = [finding for finding in diagnosis.findings if not finding.cause.normal]
+    first = max(causes, key=lambda finding: finding.share, default=None)
+    if first is not None and first.share >= gain:
+        remedy, settings = remedy_for(diagnosis, first)
+        return Answer(
+            first.share, f"{capitalized(first.cause.title)} explains {_share(first.share)} of d^2. {remedy}", settings
+        )
+    if best is None:
+        nothing = "No setting that was tried makes the gap much smaller"
+        return Answer(0.0, f"{nothing}: leave them as they are." if diagnosis.healthy else f"{nothing}.", {})
+    smaller = f"{best.change}. It removes {_share(gain)} of k3_kl, and is the fastest setting that does."
+    healthy = "Nothing has to be done. For a smaller gap: " if diagnosis.healthy else ""
+    other = f" {capitalized(first.cause.title)} explains {_share(first.share)} only." if first is not None else ""
+    return Answer(gain, f"{healthy}{smaller}{other}", best.settings)
+
+
+def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
+    """The fastest of the trials with about the smallest gap, and the share of the gap that it removes; `None` without any."""
     enough = max(_ALIKE * trials[0].k3, FLOOR**2 / 2)
-    small = [t for t in trials if t.k3 <= enough]
-    if any(t.change == "nothing" for t in small):
-        return "\n".join([*lines, "No setting makes the gap much smaller: leave them as they are."]) + "\n"
-    best = min(small, key=lambda t: t.trainer * t.sampler)
-    lines.append(f"The fastest of those with a k3_kl up to {number(enough)}: {best.change}. To paste:")
-    return "\n".join([*lines, yaml_lines(best.settings)])
+    small = [trial for trial in trials if trial.k3 <= enough]
+    (nothing,) = (trial for trial in trials if trial.change == "nothing")
+    if nothing in small:
+        return None, 0.0
+    best = min(small, key=lambda trial: trial.trainer * trial.sampler)
+    return best, 1 - best.k3 / nothing.k3
+
+
+def write_answer(answer: Answer) -> str:
+    """The answer as text for a terminal, the last lines of which are YAML if there are settings to paste."""
+    return "\n".join(["", f"What to do: {answer.text}", yaml_lines(answer.settings)]).rstrip() + "\n"
+
+
+def _share(share: float) -> str:
+    return percent(round(share, 3))
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -17,7 +17,19 @@ from typing import Any
 import torch
 
 from ..diagnosis.text import write_json, write_text
-from .parts import Scored, candidates, chain_of, diagnose_parts, judged, split, write_parts, write_trials
+from .parts import (
+    Scored,
+    Side,
+    answer_of,
+    candidates,
+    chain_of,
+    diagnose_parts,
+    judged,
+    split,
+    write_answer,
+    write_parts,
+    write_trials,
+)
 
 
 # Variables that vLLM reads when it is imported: a small cache on a CPU, and the engine in the process of the trainer
@@ -45,17 +57,22 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
                 tried[change] = in_process(f"{i} of {len(settings)}, {change}", {**request, **more}, folder / str(i))
             except ValueError as error:
                 tried[change] = str(error)
-    parts = split(first.logps["as_it_is"], chain_of(first, tried))
-    trials, diagnosis = judged(first, settings, tried), diagnose_parts(first.facts["observed"], parts)
+    parts = split(first.logps[Side.AS_IT_IS], chain_of(first, tried))
+    trials, observed = judged(first, settings, tried), first.facts["observed"]
+    assert observed is not None  # of the process that sampled
+    diagnosis = diagnose_parts(observed, parts)
+    answer = answer_of(diagnosis, trials)
     left_out = {change: reason for change, reason in tried.items() if isinstance(reason, str)}
     if as_json:
         tables = {
             "parts": [part._asdict() for part in parts],
             "settings": [trial._asdict() for trial in trials],
             "left_out": left_out,
+            "answer": answer._asdict(),
         }
         return write_json(diagnosis, {**tables, "about": first.facts["about"]}), diagnosis.healthy
-    return write_text(diagnosis) + write_parts(parts) + write_trials(trials, left_out), diagnosis.healthy
+    found = write_text(diagnosis, remedies=False)
+    return found + write_parts(parts) + write_trials(trials, left_out) + write_answer(answer), diagnosis.healthy
 
 
 def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:

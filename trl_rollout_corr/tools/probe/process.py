@@ -7,7 +7,7 @@ and perhaps `tokens` (a file of another process, whose trainer need not score ag
 import dataclasses
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,12 +25,12 @@ from ...trainers.keys import ROLLOUT_LOGPS
 from ...trainers.metadata import dropout_of, settings_in_effect
 from ...trainers.reloading import reload
 from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from ...trainers.trl_checks import distorting_options
+from ...trainers.trl_checks import check_shared_process, distorting_options
 from ..arrival.server import without_dropout
 from ..diagnosis import DumpedTokens
 from ..dump.rows import make_row, on_host
 from ..dump.sequences import Sequences
-from .parts import Scored
+from .parts import Costs, Facts, Scored, Side
 
 
 Batch: TypeAlias = dict[str, torch.Tensor]
@@ -61,6 +61,8 @@ _LENGTH = 8  # tokens that are sampled to measure the time
 def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
     """The class of the trainer of a request, and the configurations of trainer and model. A `ValueError` if unusable."""
     trainer_class, config_class = _TRAINERS[request["trainer"]]
+    if "vllm_model_impl" in request.get("settings", {}):
+        config_class = without_checks(config_class, check_shared_process)
     parser = TrlParser((ScriptArguments, config_class, ModelConfig))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
     without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
@@ -85,6 +87,15 @@ def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig
         **(args.model_init_kwargs or {}),
     }
     return trainer_class, args, model_args
+
+
+def without_checks(config_class: type[Config], *left_out: Callable[[Any], None]) -> type[Config]:
+    """
+    A class of configurations that are checked less than those of runs: a process that only samples may have settings that
+    break the forward pass of a trainer.
+    """
+    checks = [check for check in config_class._checks_of_trainer if check not in left_out]
+    return type(config_class.__name__, (config_class,), {"_checks_of_trainer": checks})
 
 
 def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
@@ -114,11 +125,12 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         "rollout_dump_dir": None,
         "rollout_diagnose": False,
     }
-    eager = {"enforce_eager": True} if args.device.type == "cpu" else {}
-    engine = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs)
-    init = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
-    own = {name: value for name, value in settings.items() if name not in OF_VLLM}
-    wanted |= {**own, "rollout_engine_kwargs": {**eager, **(engine or {})} or None, "model_init_kwargs": init}
+    changed = {name: value for name, value in settings.items() if name != "vllm_mode"}  # a probe starts vLLM itself
+    on_cpu = {"enforce_eager": True} if args.device.type == "cpu" else {}
+    engine = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs) or {}
+    wanted |= changed
+    wanted["rollout_engine_kwargs"] = {**on_cpu, **engine} or None
+    wanted["model_init_kwargs"] = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the run, and said when it was read
         return dataclasses.replace(args, **wanted)
@@ -185,49 +197,71 @@ def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scori
     Sample, unless there are batches, and score the tokens with both sides, or without `scoring` with vLLM alone. Writes tokens
     that were sampled.
     """
-    trainer, first = probe.trainer, batches is None
+    first = batches is None
     batches = probe.sample() if batches is None else batches
-    scored, costs = {"sampled": [batch[ROLLOUT_LOGPS] for batch in batches]}, {}
+    costs: Costs = {}
+    scored = {Side.SAMPLED: [batch[ROLLOUT_LOGPS] for batch in batches]}
     if scoring:
-        start = time.perf_counter()
-        scored["as_it_is"] = probe.score(batches)
-        costs["trainer"] = time.perf_counter() - start
-    off = any(dropout_of(trainer._bare(trainer.model)))
-    with without_dropout(trainer.model_wrapped) if off else nullcontext():
-        if first and off:
-            scored["no_dropout"] = probe.score(batches)
-        if first:
-            rows = [split_tensor_dict(batch, len(batch["prompt_ids"])) for batch in batches]
-            scored["one_row"] = [torch.cat(probe.score(batch)) for batch in rows]
-        if scoring:
-            scored["alone"] = probe.score_alone(batches)
-    masks = [batch["completion_mask"].bool() for batch in batches]
-    logps = {
-        name: torch.cat([x[mask].float() for x, mask in zip(found, masks, strict=True)]).cpu().numpy()
-        for name, found in scored.items()
-    }
-    args, llm = trainer.args, trainer.vllm_generation.llm
+        of_trainer, costs["trainer"] = by_trainer(probe, batches, first=first)
+        scored |= of_trainer
+    logps = {side: of_tokens(batches, found) for side, found in scored.items()}
+    llm, temperature = probe.trainer.vllm_generation.llm, probe.trainer.args.temperature
     if first:
         torch.save(batches, output / "tokens.pt")
-        logps["pushed"], _ = of_sampler(llm, batches, args.temperature)
-        with torch.no_grad():
-            reload(llm.llm_engine.model_executor.driver_worker)  # the weights of the files
-        llm.reset_prefix_cache()
-    logps["sampler"], costs["sampler"] = of_sampler(llm, batches, args.temperature)
-    model = llm.llm_engine.vllm_config.model_config
-    # computed, because vLLM may keep packed weights elsewhere
-    of_vllm = trainer.model.num_parameters() * (1 if model.quantization else model.dtype.itemsize)
-    costs["weights"] = of_vllm + sum(x.nbytes for x in trainer.model.parameters())
-    facts = {
+        logps[Side.PUSHED], _ = of_sampler(llm, batches, temperature)
+        load_files(llm)
+    logps[Side.SAMPLER], costs["sampler"] = of_sampler(llm, batches, temperature)
+    costs["weights"] = bytes_of_weights(probe.trainer.model, llm)
+    observed = probe.observe(batches, scored[Side.AS_IT_IS], scored[Side.ALONE]) if first else None
+    facts: Facts = {
         "costs": costs,
-        "observed": probe.observe(batches, scored["as_it_is"], scored["alone"]) if first else None,
+        "observed": observed,
         "about": probe.about,
-        "device": args.device.type,
+        "device": probe.trainer.args.device.type,
         "options": [*distorting_options(probe.run)],
         "engine_kwargs": probe.run.settings.rollout_engine_kwargs or {},
-        "attention": trainer.model.config._attn_implementation,
+        "attention": probe.trainer.model.config._attn_implementation,
     }
     return Scored(logps, facts)
+
+
+def by_trainer(probe: Probe, batches: list[Batch], *, first: bool) -> tuple[dict[Side, list[torch.Tensor]], float]:
+    """Log-probabilities of the trainer, `(B, T)` for each batch, and the seconds to score once. The `first` process splits."""
+    start = time.perf_counter()
+    scored = {Side.AS_IT_IS: probe.score(batches)}
+    seconds = time.perf_counter() - start
+    model = probe.trainer.model_wrapped
+    has_dropout = any(dropout_of(probe.trainer._bare(probe.trainer.model)))
+    with without_dropout(model) if has_dropout else nullcontext():
+        if first and has_dropout:
+            scored[Side.NO_DROPOUT] = probe.score(batches)
+        if first:
+            rows = [split_tensor_dict(batch, len(batch["prompt_ids"])) for batch in batches]
+            scored[Side.ONE_ROW] = [torch.cat(probe.score(batch)) for batch in rows]
+        scored[Side.ALONE] = probe.score_alone(batches)
+    return scored, seconds
+
+
+def of_tokens(batches: list[Batch], values: list[torch.Tensor]) -> np.ndarray:
+    """Values of the tokens of all completions, `(N,)`, from one tensor `(B, T)` for each batch."""
+    masks = [batch["completion_mask"].bool() for batch in batches]
+    tokens = [x[mask].float() for x, mask in zip(values, masks, strict=True)]
+    return np.asarray(torch.cat(tokens).cpu().numpy())
+
+
+def load_files(llm: Any) -> None:
+    """Give vLLM the weights of the files again, in place of those that the trainer pushed."""
+    with torch.no_grad():
+        reload(llm.llm_engine.model_executor.driver_worker)
+    llm.reset_prefix_cache()
+
+
+def bytes_of_weights(model: Any, llm: Any) -> int:
+    """Bytes of the weights of both sides. Those of vLLM are computed, because it may keep packed weights elsewhere."""
+    config = llm.llm_engine.vllm_config.model_config
+    of_one = 1 if config.quantization else config.dtype.itemsize
+    of_vllm = model.num_parameters() * of_one
+    return int(of_vllm + sum(x.nbytes for x in model.parameters()))
 
 
 def of_sampler(llm: Any, batches: Sequence[Batch], temperature: float) -> tuple[np.ndarray, float]:
@@ -261,9 +295,6 @@ def build(request: Mapping[str, Any]) -> Probe:
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
     args = shortened(run, request["completions"], request["length"], request["settings"])
-    if impl := request["settings"].get("vllm_model_impl"):
-        # refused in a run, because vLLM then breaks the forward pass of the trainer, but this process makes none
-        args.vllm_model_impl, args.check = impl, lambda: None  # type: ignore[method-assign]
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
     prompts: list[Any] = list(islice(cycle(filter(str.strip, lines)), n))
