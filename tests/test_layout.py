@@ -89,7 +89,6 @@ TOOLS = {
 # A trainer of its own, and the commands
 OUTSIDE = {
     "asynchronous": [
-        "contract",
         "packing",
         "placeholders",
         "trl_parts",

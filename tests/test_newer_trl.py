@@ -230,10 +230,10 @@ def test_missing_parts_of_the_asynchronous_trainer_are_named(upstream, monkeypat
 
 
 def test_methods_that_the_asynchronous_trainer_has_moved_are_refused(upstream):
-    from trl_rollout_corr.asynchronous import contract
+    from trl_rollout_corr.asynchronous.trl_parts import METHODS
 
     owner, methods = upstream.AsyncGRPOTrainer, {"_sync_weight": ["self"], "push": ["self"]}
-    assert trl_interface.changes(owner, contract.METHODS) == []
+    assert trl_interface.changes(owner, METHODS) == []
     assert trl_interface.changes(owner, methods) == ["`AsyncGRPOTrainer.push` is gone."]
 
 

@@ -26,13 +26,12 @@ from ..trainers.observer import CorrectedBatch
 from ..trainers.trl_checks import CHECKS
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from ..trainers.vllm_engine import check_server_logprobs, read_configuration
-from .contract import METHODS
 from .packing import Terms
 from .placeholders import CorrectedPolicy, Placeholder
 from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
 from .server_pushes import PushesToServer
 from .stopping import drain_at_stop
-from .trl_parts import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker
+from .trl_parts import METHODS, AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker
 
 
 LOSS_MASK = "loss_mask"  # (B, T)

@@ -6,11 +6,20 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from ..trainers.trl_interface import SHARED
 from ..trainers.versions import TESTED
 
 
 _PLACES = ("trl", "trl.experimental.async_grpo")  # of the class, the newest first
 _PARTS = ("AsyncGRPOConfig", "AsyncRolloutWorker", "RolloutSample", "TreeRow")
+# Methods of the trainer in use, with their parameters: `trl_interface.py` has those of the other trainers
+METHODS = {
+    "compute_loss": SHARED["compute_loss"],
+    "get_train_dataloader": ["self"],
+    "_sync_weight": ["self"],
+    "log": SHARED["log"],
+    "train": SHARED["train"],
+}
 
 
 def _module(name: str) -> Any:

@@ -22,15 +22,15 @@ class Advice(NamedTuple):
     reason: str
 
 
-def first_alarm(findings: Sequence[Alarm]) -> Alarm | None:
+def first_alarm(alarms: Sequence[Alarm]) -> Alarm | None:
     """The first alarm about the gap between the policies."""
-    alarms = [finding for finding in findings if finding.key in _OF_THE_POLICIES]
-    return min(alarms, key=lambda finding: finding.step, default=None)
+    of_policies = [alarm for alarm in alarms if alarm.key in _OF_THE_POLICIES]
+    return min(of_policies, key=lambda alarm: alarm.step, default=None)
 
 
-def recommend(run: Settings, findings: Sequence[Alarm], spread: float) -> Advice:
+def recommend(run: Settings, alarms: Sequence[Alarm], spread: float) -> Advice:
     """Recommend settings in the mode of a run, from its alarms and `spread`, the root mean square of the log-ratio in nats."""
-    alarm = first_alarm(findings)
+    alarm = first_alarm(alarms)
     if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean over all steps says nothing
         return Advice(
             {}, f"The log-ratio has a root mean square of {spread:.2g} nats. A correction would change nothing."

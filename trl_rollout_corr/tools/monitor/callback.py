@@ -161,10 +161,10 @@ class RolloutCorrectionMonitor(Watcher):
 
     # Actions ----------------------------------------------------------------------------------------------------------
 
-    def _act(self, findings: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
+    def _act(self, alarms: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
         """Act on an alarm that may end a run, if the reward has fallen as well. Returns a sentence about the action."""
         reward = self._examiner.reward
-        if self.action == "warn" or not any(finding.ends for finding in findings) or not reward.fell:
+        if self.action == "warn" or not any(alarm.ends for alarm in alarms) or not reward.fell:
             return None
         self._stopping = control.should_save = control.should_training_stop = True
         return (
@@ -174,23 +174,23 @@ class RolloutCorrectionMonitor(Watcher):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, finding: Alarm, acted: str | None, state: TrainerState) -> None:
-        """Speak about a finding, unless it was said a short while ago."""
-        first_step = self._first_step.setdefault(finding.bound, finding.step)
-        self._last_window[finding.bound] = self._windows
-        if not acted and any(finding.bound in SILENCED[bound] for bound in self._lately()):
+    def _say(self, alarm: Alarm, acted: str | None, state: TrainerState) -> None:
+        """Speak about an alarm, unless it was said a short while ago."""
+        first_step = self._first_step.setdefault(alarm.bound, alarm.step)
+        self._last_window[alarm.bound] = self._windows
+        if not acted and any(alarm.bound in SILENCED[bound] for bound in self._lately()):
             return  # the same cause, and more was said about it
-        explained = finding.bound in self._pauses
-        due, pause = self._pauses.get(finding.bound, (self._windows, FIRST_PAUSE))
+        explained = alarm.bound in self._pauses
+        due, pause = self._pauses.get(alarm.bound, (self._windows, FIRST_PAUSE))
         if self._windows < due and not acted:
             return
-        self._pauses[finding.bound] = self._windows + pause, 2 * pause
-        critical, done = finding.severity == "critical", [acted] if acted else []
-        again = f" since step {first_step}" if first_step < finding.step else ""
-        head = f"{_SYMBOLS[finding.severity]} step {finding.step}: {finding.in_short}{again}"
-        notify(_with_details(head, done if explained else [*done, finding.why, finding.advice]), error=critical)
+        self._pauses[alarm.bound] = self._windows + pause, 2 * pause
+        critical, done = alarm.severity == "critical", [acted] if acted else []
+        again = f" since step {first_step}" if first_step < alarm.step else ""
+        head = f"{_SYMBOLS[alarm.severity]} step {alarm.step}: {alarm.in_short}{again}"
+        notify(_with_details(head, done if explained else [*done, alarm.why, alarm.advice]), error=critical)
         if self.reporters is not None and state.is_world_process_zero:
-            title, text = f"{finding.bound} at step {finding.step}", " ".join([str(finding), *done])
+            title, text = f"{alarm.bound} at step {alarm.step}", " ".join([str(alarm), *done])
             report_alert(self.reporters, title, text, critical=critical)
 
     def _lately(self) -> list[str]:

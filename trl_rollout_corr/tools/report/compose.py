@@ -35,7 +35,7 @@ def compose(runs: Sequence[Facts]) -> Page:
         else []
     )
     of_settings = _settings(one) if one else _differences(runs)
-    sections = [_diagnosis(one), of_log[0], _findings(runs), of_settings, *of_log[1:], *of_tokens]
+    sections = [_diagnosis(one), of_log[0], _alarms(runs), of_settings, *of_log[1:], *of_tokens]
     return Page(
         f"Rollout report: {' against '.join(facts.name for facts in runs)}",
         [_banner(facts)._replace(spot=concentration(lost, facts.run.config) if lost else "") for facts in runs],
@@ -64,19 +64,19 @@ def _banner(facts: Facts) -> Banner:
     return Banner(title, *state_of(facts), main_numbers(run.log), about, run.damage)
 
 
-def _findings(runs: Sequence[Facts]) -> Section:
+def _alarms(runs: Sequence[Facts]) -> Section:
     cards = []
     for facts in runs:
-        cards += [_finding(finding, f"{facts.letter}{i}") for i, finding in enumerate(facts.findings, 1)]
-        if not facts.findings:
+        cards += [_alarm(alarm, f"{facts.letter}{i}") for i, alarm in enumerate(facts.alarms, 1)]
+        if not facts.alarms:
             level, _, reason = state_of(facts)
             cards.append(Card(f"{facts.letter}: {reason}" if facts.letter else reason, "", level))
     return Section("findings", "Findings", cards=cards)
 
 
-def _finding(finding: Alarm, name: str) -> Card:
-    meta = f"{finding.bound}: `{finding.key}` {number(finding.value)}, {steps(finding.step, finding.last_step)}"
-    return Card(finding.seen, finding.why, finding.severity, name, finding.advice, meta=meta)
+def _alarm(alarm: Alarm, name: str) -> Card:
+    meta = f"{alarm.bound}: `{alarm.key}` {number(alarm.value)}, {steps(alarm.step, alarm.last_step)}"
+    return Card(alarm.seen, alarm.why, alarm.severity, name, alarm.advice, meta=meta)
 
 
 def _differences(runs: Sequence[Facts]) -> Section | None:
@@ -166,7 +166,7 @@ def _settings(facts: Facts) -> Section:
             "settings", "Settings to try", cards=[Card("A dump first", text, yaml="rollout_dump_dir: dump\n")]
         )
     text = "Settings of the run, except for the monitor and the dump."
-    best = recommend(config.settings, facts.findings, facts.diagnosis.size) if facts.diagnosis else None
+    best = recommend(config.settings, facts.alarms, facts.diagnosis.size) if facts.diagnosis else None
     if best is None or not best.settings:
         text = text if best is None else f"{text} {best.reason}"
         return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(config)))])

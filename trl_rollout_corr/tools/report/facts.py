@@ -31,16 +31,16 @@ class Facts(NamedTuple):
     """The facts about a run."""
 
     name: str
-    letter: str  # before the numbers of its findings; empty if the page is about this run alone
+    letter: str  # before the numbers of its alarms; empty if the page is about this run alone
     run: Run
     windows: str  # the number of logging windows, in words
-    findings: list[Alarm]  # in the log, the most serious first
+    alarms: list[Alarm]  # in the log, the most serious first
     diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
 
     @property
-    def alarms(self) -> list[tuple[int, str, Alarm]]:
-        """Step, number and finding of each alarm, in order of steps."""
-        named = ((finding.step, f"{self.letter}{i}", finding) for i, finding in enumerate(self.findings, 1))
+    def numbered_alarms(self) -> list[tuple[int, str, Alarm]]:
+        """Step, number and alarm of each alarm, in order of steps."""
+        named = ((alarm.step, f"{self.letter}{i}", alarm) for i, alarm in enumerate(self.alarms, 1))
         return sorted(named, key=lambda alarm: alarm[:2])
 
 
@@ -49,17 +49,17 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     settings = None if run.config is None else run.config.settings
     iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
-    findings = examine(run.entries, settings, num_iterations=iterations)
-    diagnosis = None if letter else _diagnose(run, quiet=not findings and is_small(run.entries))
-    return Facts(name, letter, run, windows, findings, diagnosis)
+    alarms = examine(run.entries, settings, num_iterations=iterations)
+    diagnosis = None if letter else _diagnose(run, quiet=not alarms and is_small(run.entries))
+    return Facts(name, letter, run, windows, alarms, diagnosis)
 
 
 def state_of(facts: Facts) -> tuple[str, str, str]:
     """Level (`"critical"`, `"warning"`, `"healthy"`, or `"unknown"` without metrics), state and reason, in words."""
     if facts.run.log.empty:
         return "unknown", "No metrics", "There are no metrics to look at."
-    if facts.findings:
-        first, more = facts.findings[0], len(facts.findings) - 1
+    if facts.alarms:
+        first, more = facts.alarms[0], len(facts.alarms) - 1
         detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
         detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail

@@ -150,7 +150,7 @@ def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
 
 def overview(runs: Sequence[Facts]) -> Section:
     """The main charts, of one run or two."""
-    alarms = sorted((alarm for facts in runs for alarm in facts.alarms), key=lambda alarm: alarm[:2])
+    alarms = sorted((alarm for facts in runs for alarm in facts.numbered_alarms), key=lambda alarm: alarm[:2])
     where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
     text = "Healthy values are shaded green. "
     text += (
