@@ -4,7 +4,8 @@ The computation alone, against verl's helper on the same tensors: time and host 
     python benchmarks/computation.py
     python benchmarks/computation.py --shapes 512x32768
 
-Weights, keep-mask and every metric of a batch of completions with ragged lengths, in float32, timed in turns.
+Weights, keep-mask and every metric of a batch of completions with ragged lengths, in float32, timed in turns. Metrics are
+numbers in both, so that the host reads them.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import verl_helper
 from tables import COMPUTATION, markdown
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
@@ -57,7 +59,8 @@ def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
     config = RolloutCorrectionConfig(**case)
 
     def ours():
-        return compute_rollout_correction(train, rollout, mask, config)
+        correction = compute_rollout_correction(train, rollout, mask, config)
+        return correction, correction.metrics()  # verl's helper reads its metrics, too
 
     def theirs():
         weights, keep, metrics = verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **case)
@@ -67,14 +70,14 @@ def contestants(batch: tuple, case: dict, verl) -> dict[str, Callable]:
 
 
 def interleaved(functions: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Median seconds of each, timed in turns."""
+    """Median CPU seconds of each, timed in turns."""
     times = {name: [] for name in functions}
     for round_ in range(rounds + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = time.process_time()
             function()
             if round_:  # the first warms up
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -90,10 +93,22 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class ListReads(TorchFunctionMode):
+    """Counts tensors that become lists, each of which is one wait. On a CPU no operator is seen then."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.Tensor.tolist
+        return function(*args, **(kwargs or {}))
+
+
 def host_reads(function: Callable) -> int:
-    with HostReads() as reads:
+    with HostReads() as reads, ListReads() as lists:
         function()
-    return reads.count
+    return reads.count + lists.count
 
 
 def measure(shape: str, case: str, rounds: int, verl) -> dict:

@@ -176,6 +176,20 @@ def test_the_teacher_rarely_writes_tags_and_never_in_the_answer(arena):
     assert all(text.strip("<>").isalpha() for text in taught)
 
 
+def test_noise_on_the_weights_of_a_sampler_is_fixed_and_leaves_vectors_alone(arena, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quickstart", SimpleNamespace(Lag=object))  # sets variables when it is imported
+    torch.manual_seed(0)
+    model = torch.nn.Linear(200, 100)
+    generation = SimpleNamespace(_iter_named_params=model.named_parameters)
+    arena("samplers").spoil(SimpleNamespace(vllm_generation=generation), {"noise": 0.1})
+    first, second = dict(generation._iter_named_params()), dict(generation._iter_named_params())
+    relative = first["weight"] / model.weight.detach() - 1
+    assert 0.09 < relative.std() < 0.11
+    assert abs(relative.mean()) < 0.01
+    assert torch.equal(first["weight"], second["weight"])
+    assert torch.equal(first["bias"], model.bias)
+
+
 def test_pauses_make_answers_unequal_and_cut_about_two_of_five_and_no_reward_looks_at_them(arena):
     tasks = arena("tasks")
     assert tasks.exact_answer([". . 1 2", "1.2", "1 . . 2 3"], ["12", "12", "12"]) == [1.0, 1.0, 0.0]
@@ -287,6 +301,70 @@ def test_a_fall_takes_two_looks(arena):
     results = arena("results")
     assert results.falls([0.5, 0.7, 0.55, 0.55])
     assert not results.falls([0.5, 0.7, 0.55, 0.7, 0.55])
+
+
+def cell_of(name, **scores_of_arms):
+    return [row for arm, scores in scores_of_arms.items() for row in rows_of(arm, *scores, cell=name)]
+
+
+def line_of(table, *names):
+    """Cells of the line of a table that begins with these names."""
+    start = "".join(f"| {name} " for name in names)
+    return next(
+        line.removeprefix(start).strip("| ").split(" | ") for line in table.splitlines() if line.startswith(start)
+    )
+
+
+def test_arms_are_counted_on_the_cells_and_seeds_that_all_have(arena):
+    report = arena("report")
+    rows = [
+        *cell_of("grpo-a", on_policy=[0.9, 0.9, 0.9], cap3=[0.9, 0.1, 0.1], none=[0.2]),
+        *cell_of("grpo-b", on_policy=[0.8], cap3=[0.7]),  # no run of `none`
+        *cell_of("rloo-c", on_policy=[0.8], cap3=[0.7], none=[0.7]),  # TRL has no correction there
+    ]
+    rows = [{**row, "start": 0.0, "falls": row["accuracy"] < 0.2} for row in rows]
+    own = report.on_equal_seeds(rows, ["on_policy", "cap3", "none"])
+    assert {(row["cell"], row["seed"]) for row in own} == {("grpo-a", 0)}
+    table = report.shared(rows, ["none", "cap3"])
+    # 0.9 of the gain, mean score, mean distance, falls: `cap3` fell with the seeds that `none` does not have
+    kept, _, score, behind, falls, *_ = line_of(table, "`cap3`")
+    assert (kept, score, behind, falls) == ("1", "0.900", "0.000", "0 of 1")
+    assert line_of(table, "`none`")[3] == "0.700"
+
+
+def test_an_arm_is_better_or_worse_than_auto_by_the_spread_of_all_rows(arena):
+    report = arena("report")
+    rows = cell_of(
+        "a", cap3=[0.80, 0.82, 0.84], none=[0.70, 0.72, 0.74], trl=[0.90, 0.92, 0.94], token_2=[0.81, 0.83, 0.85]
+    )
+    found = {arm: report.compared(rows, arm, ["a"]) for arm in ("none", "trl", "token_2")}
+    assert found == {"none": (0, 1), "trl": (1, 0), "token_2": (0, 0)}
+    assert report.compared(rows, "none", ["b"]) == (0, 0)
+
+
+def test_cut_answers_in_the_loss_and_out_of_it_are_compared(arena):
+    rows = cell_of("a", cap3=[0.5, 0.5, 0.52], cap3_masked=[0.8, 0.8, 0.82])
+    rows = [{**row, "cut": 0.25 if row["arm"] == "cap3" else 0.5} for row in rows]
+    line = line_of(arena("report").masks(rows), "a", "`cap3`")
+    assert line == ["0.507 (3)", "0.807 (3)", "left out +0.30", "25 %", "50 %", "0 of 3", "0 of 3"]
+
+
+def test_an_arm_is_shown_at_its_best_rate_and_at_twice_that(arena):
+    rows = [
+        *cell_of("grpo-x-lag_8-slow", cap3=[0.5], trl=[0.6]),
+        *cell_of("grpo-x-lag_8-fast", cap3=[0.7], trl=[0.4]),
+        *cell_of("grpo-x-lag_8-faster", cap3=[0.6], trl=[0.0]),
+    ]
+    table = arena("report").best_rates(rows, ["trl", "cap3"])
+    assert line_of(table, "grpo-x-lag_8", "`cap3`")[:3] == ["fast", "0.700", "0.600"]
+    # 0.10 below `cap3` at its own best, and beyond the spread that is assumed
+    assert line_of(table, "grpo-x-lag_8", "`trl`") == ["slow", "0.600", "0.400", "-0.10"]
+
+
+def test_gaps_name_the_arms_that_differ(arena):
+    rows = [{**row, "k3": 0.01} for row in cell_of("a", none=[0.5, 0.5, 0.52], cap3=[0.8, 0.8, 0.82])]
+    table = arena("report").gaps(rows, ["none", "cap3"])
+    assert line_of(table, "a", "`none`") == ["0.507 (3)", "0.01", "0 of 3", "none", "`cap3` (-0.30)"]
 
 
 def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, tmp_path):
