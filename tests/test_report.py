@@ -783,6 +783,15 @@ def test_text_of_the_dump_is_escaped(hostile, tmp_path):
     assert "llama\\u2067" in page.text
 
 
+def test_of_two_equal_runs_both_are_seen():
+    steps = pd.Index(range(1, 9), name="step")
+    log = pd.DataFrame({"rollout_corr/k3_kl": 0.01 * steps, "reward": 0.1 * steps}, index=steps)
+    for other, hidden in ((log, True), (2 * log, False)):
+        for chart in draw_trends(log_charts.OVERVIEW, {"first": log, "second": other}):
+            assert [curve.dashed for curve in chart.curves] == [False, hidden]
+            assert len({curve.color for curve in chart.curves}) == 2
+
+
 @pytest.mark.parametrize("name", ["report.html", "report.png"])
 def test_the_same_input_gives_the_same_output(name, dump, tmp_path):
     written = []

@@ -49,6 +49,7 @@ MORE = {
 _LAST = 10  # windows of which a main number is the mean: as many, or a tenth of the run if that is more
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
+_HIDDEN = 0.5  # share of the points of a curve, above which it is hard to see below another
 COLORS = ("line", "second", "third")
 
 
@@ -84,8 +85,8 @@ def _chart(
     note += "".join(f" {label.capitalize()}: the same curve." for label in same)
     shown = windows.clip(lower=min(_NOISE, windows.max(axis=None))) if log else windows
     color = dict(zip(logs if len(logs) > 1 else trend.metrics.values(), colors, strict=False))
-    curves = [  # a part of the first curve is dashed, so that both are seen
-        Curve(names[label].strip(), shown[label], color[label], dashed=i > 0 and len(logs) == 1)
+    curves = [
+        Curve(names[label].strip(), shown[label], color[label], dashed=i > 0 and (len(logs) == 1 or _covers(means)))
         for i, label in enumerate(means)
     ]
     steps = [step for of_run in logs.values() for step in of_run.index]
@@ -93,6 +94,12 @@ def _chart(
     table = means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index()
     ends = (min(steps) - room, max(steps) + room)  # the same in every chart
     return Chart(name, trend.title, note, ends, log, curves, table, HEALTHY.get(metric, (None, None)), alarms)
+
+
+def _covers(means: pd.DataFrame) -> bool:
+    """True if the second of two runs would hide the first. It is dashed then, as parts of a curve of one run are."""
+    both = means.dropna()
+    return bool(len(both)) and bool(np.isclose(both.iloc[:, 0], both.iloc[:, -1], rtol=1e-3).mean() > _HIDDEN)
 
 
 def _logged(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
