@@ -1,6 +1,7 @@
 """`RolloutCorrectionMonitor` on the real TRL, with a sampler that is far from the trainer."""
 
 import math
+import random
 import re
 import warnings
 from itertools import count
@@ -156,6 +157,91 @@ def test_a_run_whose_completions_are_all_masked_is_warned_about(make, tiny_model
     with saying(caplog, "No token was left in the loss.*`mask_truncated_completions`.*`stop` string"):
         trainer.train()
     assert [re.search(r"\[(\w+)", message)[1] for message in messages(caplog)] == ["no_tokens"]
+
+
+# Fillers ---------------------------------------------------------------------------------------------------------------
+
+FILLERS = {
+    "0.0": lambda logps: [0.0] * len(logps),
+    "the mean of the sequence": lambda logps: [sum(logps) / len(logps)] * len(logps),
+    "those of other tokens": lambda logps: logps[::-1],
+}
+
+
+@pytest.mark.parametrize(
+    ("filler", "share"), [("0.0", 1.0), ("the mean of the sequence", 0.25), ("those of other tokens", 0.25)]
+)
+def test_fillers_are_critical_at_the_first_step_and_named_as_a_bias(make, tiny_model_path, caplog, filler, share):
+    dice = random.Random(0)
+
+    def fill(output):
+        rows = output["logprobs"]
+        output["logprobs"] = [FILLERS[filler](logps) if dice.random() < share else logps for logps in rows]
+
+    sampler = BrokenSampler(tiny_model_path, fill, noise=0.0)
+    fields = {"rollout_correction": "auto", "per_device_train_batch_size": 32, "learning_rate": 1e-6}
+    make(RolloutCorrectionMonitor(), sampler=sampler, max_steps=10, **fields).train()
+    first = {re.search(r"\[(\w+)", message)[1]: message for message in reversed(messages(caplog))}
+    assert first["k3_at_start"].startswith("✖ step 1: ")
+    assert "such as 0.0" in first["biased_ratio"]
+    assert not re.search("harmless|cache gave", " ".join(first.values()))
+
+
+def test_a_sampler_that_is_off_in_every_third_step_is_warned_about_at_once(make, tiny_model_path, caplog):
+    steps = count(1)
+
+    def shift(output):
+        if next(steps) % 3 == 0:
+            output["logprobs"] = [logps[::-1] for logps in output["logprobs"]]
+
+    sampler = BrokenSampler(tiny_model_path, shift, noise=0.0)
+    fields = {"rollout_correction": "auto", "max_steps": 4, "learning_rate": 1e-6}
+    make(RolloutCorrectionMonitor(), sampler=sampler, **fields).train()
+    (message,) = messages(caplog)
+    assert re.match(r"▲ step 3: k3_kl is .*\[k3_corrected > 0.03\]", message)
+    assert "harmless" not in message
+
+
+# Nothing to learn from --------------------------------------------------------------------------------------------------
+
+
+def easy(completions, trainer_state, **kwargs):
+    """All rewards are 1 in two of three steps."""
+    return [1.0 if trainer_state.global_step % 3 else float(i % 2) for i in range(len(completions))]
+
+
+REWARDS = {
+    "0": lambda completions, **kwargs: [0.0] * len(completions),
+    "1": lambda completions, **kwargs: [1.0] * len(completions),
+    "0.3": lambda completions, **kwargs: [0.3] * len(completions),
+    "None": lambda completions, **kwargs: [None] * len(completions),
+    "easy": easy,
+}
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_run_with_nothing_to_learn_from_is_warned_about(make, tiny_model_path, caplog, reward):
+
+    def cut(output):
+        """Let no completion end, and give the log-probabilities of what it has then."""
+        nothing_ends(output)
+        pairs = zip(output["prompt_ids"], output["completion_ids"], strict=True)
+        output["logprobs"] = [sampler.score(prompt, ids) for prompt, ids in pairs]
+
+    sampler = BrokenSampler(tiny_model_path, cut, noise=0.0)
+    extra = {"reward_funcs": REWARDS[reward]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make(RolloutCorrectionMonitor(), sampler=sampler, max_steps=8, learning_rate=1e-6, extra=extra)
+        trainer.train()
+    said = [message for message in messages(caplog) if message.startswith(("▲", "✖"))]
+    if reward == "easy":
+        assert said == []
+        assert 0.5 < sum(logged(trainer, "zero_advantage_fraction")) / 8 < 1
+    else:
+        (message,) = said
+        assert message.startswith("▲ step 7: All advantages are 0, so no reward changes the policy. [nothing_to_learn")
+        assert "A share of 1 of the completions is cut" in " ".join(message.split())
 
 
 # Between logs ---------------------------------------------------------------------------------------------------------
