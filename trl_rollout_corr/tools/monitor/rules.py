@@ -63,8 +63,8 @@ RULES = [
             "seen": "`k3_kl` has been at least {value:.2g} since the first step, above {limit:g}, where no update of the "
             "weights can be the reason.",
             "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, has other "
-            "weights or another temperature, or its log-probabilities are not those of the sampled tokens. A correction hides "
-            "that, and does not repair it.",
+            "weights, draws from another distribution (temperature, `top_p`, `min_tokens`), or its log-probabilities are not "
+            "those of the sampled tokens. A correction hides that, and does not repair it.",
             "advice": "{diagnose}",
             "patience": 1,
             "measure": conditions.gap_from_the_start,
