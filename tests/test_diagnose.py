@@ -15,7 +15,7 @@ from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler, load_model
 from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses, watcher
-from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.tools.analysis.run import read_run
@@ -45,10 +45,19 @@ OF_SAMPLING = [name for name, fault in faults.FAULTS.items() if fault.sampling]
 OF_WEIGHTS = [name for name, fault in faults.FAULTS.items() if fault.weights]
 DRIFTING = ["stale", "never_pushed", "own_updates", "adapter_missing", "stale_adapter"]
 # Faults whose samples only vLLM makes, and engines that only vLLM has; the benchmark judges them
-OF_ITS_OWN = ["collapse", "standing_still", "some_prompts", "adapter_twice", "some_temperatures"]
-ENGINES = ["fp8_cache", "fp8_engine", "positions"]
+OF_ITS_OWN = [
+    "collapse",
+    "standing_still",
+    "some_prompts",
+    "adapter_twice",
+    "some_temperatures",
+    "forced",
+    "frozen_base",
+]
+ENGINES = ["fp8_cache", "fp8_engine", "positions", "old_cache"]
 AFTERWARDS = sorted(
-    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *ENGINES, *OF_ITS_OWN, "bf16", "bf16_moe", "lora_merge"}
+    {*faults.FAULTS} - {*OF_SAMPLING, *OF_WEIGHTS, *DRIFTING, *ENGINES, *OF_ITS_OWN, "bf16", "bf16_moe", "lora_merge",
+                                   "some_frozen"}
 )  # fmt: skip
 
 
@@ -174,9 +183,15 @@ def test_noise_too_large_for_rounding_is_of_weights(maker, right):
     assert diagnose(read_tokens(maker.output / "none" / "905")).findings[0].name == "weights"
 
 
+@pytest.fixture(scope="module")
+def ranks(benchmark, maker, right):
+    """Samples of the ranks of a run that learns, the first of which writes the dump."""
+    return [right, *(sampled(benchmark, maker.models["float32"], seed=SEED + more) for more in (10, 20, 30))]
+
+
 @pytest.mark.parametrize("fault", DRIFTING)
-def test_weights_that_drift_apart_are_told_by_how(maker, right, fault):
-    maker.drifting(fault, SEED, right, "float32")
+def test_weights_that_drift_apart_are_told_by_how(maker, right, ranks, fault):
+    maker.drifting(fault, SEED, right, "float32", ranks)
     assert named(maker, fault) == faults.FAULTS[fault].cause
 
 
@@ -337,8 +352,8 @@ def test_a_gap_that_grows_faster_than_the_steps_is_none_of_weights_that_are_neve
     assert "never_pushed" not in [x.name for x in rewritten(folder, tmp_path / "late", late)]
 
 
-def test_weights_that_are_never_pushed_are_named_without_the_first_steps(maker, right, tmp_path):
-    maker.drifting("never_pushed", SEED, right, "float32")
+def test_weights_that_are_never_pushed_are_named_without_the_first_steps(maker, right, ranks, tmp_path):
+    maker.drifting("never_pushed", SEED, right, "float32", ranks)
     folder = maker.output / "never_pushed" / str(SEED)
     assert [x.name for x in rewritten(folder, tmp_path / "later", lambda row: None, range(3, 9))] == ["never_pushed"]
 
@@ -447,9 +462,9 @@ def test_a_gap_that_is_complete_in_the_first_step_is_not_stale(maker, right, tmp
     assert causes_of(folder, tmp_path / "later", off, range(3, 9)).get("stale", "possible") == "possible"
 
 
-def test_weights_that_are_never_pushed_are_in_doubt_where_an_adapter_may_count_twice(tmp_path):
-    folder = drifting_apart(tmp_path / "dump")
-    observed = read_tokens(folder)
+def test_weights_that_are_never_pushed_are_in_doubt_where_an_adapter_may_count_twice(maker, right, ranks):
+    maker.drifting("never_pushed", SEED, right, "float32", ranks)
+    observed = read_tokens(maker.output / "never_pushed" / str(SEED))
     for adapter, word in (("none", "certain"), ("LORA", "possible")):
         observed.about = {"adapter": adapter}
         [finding] = diagnose(observed).findings
@@ -458,6 +473,156 @@ def test_weights_that_are_never_pushed_are_in_doubt_where_an_adapter_may_count_t
     for coarser in ({"quantization": "fp8"}, half):  # updates that a sampler rounds away add up
         observed.about = {"adapter": "none", **coarser}
         assert sure(diagnose(observed).findings[0]) == "possible"
+
+
+def test_a_gap_that_only_grows_is_not_surely_of_weights_that_are_never_pushed(maker, right, tmp_path, capsys):
+    """Noise that grows neither repeats at the same token nor correlates with the advantage."""
+    maker.make("growing_noise", SEED, right, "float32")
+    folder = maker.output / "growing_noise" / str(SEED)
+    assert causes_of(folder, tmp_path / "dump", lambda row: None) == {"never_pushed": "possible"}
+    main(["diagnose", str(folder)])
+    assert "Noise that grows, or an adapter that counts twice, would look the same" in capsys.readouterr().out
+
+
+def test_half_of_the_completions_from_old_weights_are_not_all_of_them(benchmark, maker, right, ranks, capsys):
+    with benchmarks("diagnose") as load:
+        load("moving").some_frozen(maker, SEED, right, "float32", ranks)
+    folder = maker.output / "some_frozen" / str(SEED)
+    assert main(["diagnose", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("Found: some completions, while others of the same steps have no gap.")
+    assert "All of the gap is in 28 of 64 completions." in said  # those of the first step have none yet
+    assert "as in a replica that gets no weights" in said
+
+
+def test_a_token_that_is_far_off_is_shown(maker, right, tmp_path, capsys):
+    def break_one(row):
+        if row["step"] == 3 and row["token_ids"] == right[17].completion:
+            row["rollout_logps"][5], row["tokens"][5] = -91.0, " seven"
+
+    maker.make("none", SEED, right, "float32")
+    rewritten(maker.output / "none" / str(SEED), tmp_path / "dump", break_one)
+    assert main(["diagnose", str(tmp_path / "dump")]) == 1
+    said = capsys.readouterr().out
+    assert "All of the gap is in 1 of " in said
+    assert "token 6 of a completion of step 3, ' seven' after ''" in said
+    assert "-91 in the sampler" in said
+
+
+def test_turns_after_the_first_have_the_gap_where_their_context_differs(maker, right, benchmark, capsys):
+    turns = [s._replace(mask=benchmark.mask_of(s.completion, i)) for i, s in enumerate(right)]
+    maker.make("lost_reasoning", SEED, turns, "float32")
+    assert main(["diagnose", str(maker.output / "lost_reasoning" / str(SEED))]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("Found: another context from the second turn on.")
+    assert "All of the gap is in the turns after the first of a completion, 32 of 96 turns." in said
+    assert "Keep the token ids of all turns" in said
+
+
+def test_prompts_that_have_the_gap_are_counted(tmp_path, capsys):
+    folder = make_dump(tmp_path / "dump", steps=8, rows=8, sampled=8, worst=0, spread=0.001, tools=False, logs=False)
+    some_off(folder, tmp_path / "off")
+    assert main(["diagnose", str(tmp_path / "off")]) == 1
+    assert "All of the gap is in 3 of 16 prompts." in capsys.readouterr().out
+
+
+def old_prefixes(row, seen: set, dice):
+    """Completions of a prompt that came in an earlier step are of keys and values of old weights."""
+    prompt = int(row["token_ids"][0]) % 30
+    row.update(prompt_ids=[prompt], prompt=str(prompt), staleness=0)
+    if any(step < row["step"] for step, other in seen if other == prompt):
+        noise = dice.normal(size=len(row["mask"])) * (1 - np.exp(row["rollout_logps"]))
+        row["train_logps"] = [x + 0.4 * d for x, d in zip(row["rollout_logps"], noise, strict=True)]
+    seen.add((row["step"], prompt))
+
+
+def test_an_old_cache_of_prefixes_is_told_by_prompts_that_came_before(maker, right, tmp_path, capsys):
+    seen, dice = set(), np.random.default_rng(0)
+    maker.make("none", SEED, right, "float32")
+    folder = maker.output / "none" / str(SEED)
+    found = causes_of(folder, tmp_path / "dump", lambda row: old_prefixes(row, seen, dice))
+    assert found == {"prefix_cache": "likely"}
+    main(["diagnose", str(tmp_path / "dump")])
+    said = capsys.readouterr().out
+    assert "that came in an earlier step" in said
+    assert "reset_prefix_cache" in said
+    aged = causes_of(tmp_path / "dump", tmp_path / "aged", lambda row: row.update(staleness=row["step"] - 1))
+    assert "prefix_cache" not in aged  # samples that are announced as old are old
+
+
+def test_a_token_that_the_engine_forced_is_named(maker, right, tmp_path, capsys):
+    """`</think>` at the end of a budget, which the engine reports as certain, and the trainer finds unlikely."""
+
+    def force(row):
+        if len(row["mask"]) > 20:
+            row["rollout_logps"][12], row["train_logps"][12] = 0.0, -9.0
+            row["token_ids"][12], row["tokens"][12] = 7, "</think>"
+
+    maker.make("none", SEED, right, "float32")
+    found = causes_of(maker.output / "none" / str(SEED), tmp_path / "dump", force)
+    assert found == {"not_sampled": "certain"}
+    main(["diagnose", str(tmp_path / "dump")])
+    said = capsys.readouterr().out
+    assert "tokens with the number 7, as where an engine forces a token" in said
+    assert "'</think>'" in said
+    assert "`env_mask`" in said
+
+
+def test_equal_values_of_tokens_that_the_trainer_finds_equally_likely_are_no_fillers(maker, right, tmp_path):
+    """A model that repeats itself has the same log-probability several times."""
+
+    def repeat(row):
+        for i in range(2, 10):
+            row["rollout_logps"][i], row["train_logps"][i] = -0.7, -0.7 + 0.1 * (-1) ** i
+
+    maker.make("none", SEED, right, "float32")
+    assert "not_sampled" not in causes_of(maker.output / "none" / str(SEED), tmp_path / "dump", repeat)
+
+
+def test_only_values_that_are_not_of_sampled_tokens_are_called_uncorrectable(maker, benchmark):
+    """With another temperature the mean of exp(d) is 1, so that importance weights are right; before temperature it is not."""
+    said = {name for name, cause in CAUSES.items() if "a policy that no token was sampled from" in cause.remedy}
+    assert said == {"shift", "not_sampled", "temperature"}
+    ratios = {}
+    for fault in ("cold_sampler", "raw_logprobs"):
+        engine = faults.FAULTS[fault].engine.get("logprobs_mode")
+        samples = sampled(benchmark, maker.models["float32"], engine=engine, **faults.FAULTS[fault].sampling)
+        maker.make(fault, SEED, samples, "float32", temperature=benchmark.TEMPERATURE if engine else 1.0)
+        [finding, *_] = found_in(maker, fault).findings
+        ratios[fault] = finding.evidence.numbers["ratio"]
+    assert ratios["cold_sampler"] == pytest.approx(1.0, abs=0.03)
+    assert ratios["raw_logprobs"] > 1.05
+    assert "the gap grows without end" in CAUSES["never_pushed"].remedy
+    assert "scores another policy than it should" in CAUSES["padding"].remedy
+
+
+def test_a_sampler_that_changes_is_tried_in_a_new_run(tmp_path):
+    remedy = CAUSES["standing_still"].remedy
+    assert "Start a new run with the folder of the checkpoint as its model" in remedy
+    assert "`resume_from_checkpoint` would not do" in remedy
+
+
+@pytest.mark.parametrize("far", [88.0, 30.0, -91.0])
+def test_the_k3_of_a_diagnosis_is_that_of_the_log(tmp_path, far):
+    folder = make_dump(tmp_path / "dump", steps=1, rows=8, sampled=8, worst=0, tools=False, logs=False)
+
+    def change(row):
+        row["train_logps"][3], row["rollout_logps"][3] = min(far, 0.0), min(-far, 0.0)
+
+    rewritten(folder, tmp_path / "far", change)
+    sequences = read_dump(tmp_path / "far").rows
+    length = max(len(row["mask"]) for row in sequences)
+
+    def padded(name):
+        return torch.tensor([[*map(float, row[name]), *[0.0] * (length - len(row[name]))] for row in sequences])
+
+    metrics = compute_rollout_correction(
+        padded("train_logps"),
+        padded("rollout_logps"),
+        padded("mask").bool(),
+        RolloutCorrectionConfig(rollout_is="token"),
+    ).metrics()
+    assert read_tokens(tmp_path / "far").k3 == pytest.approx(metrics["rollout_corr/k3_kl"], rel=1e-5)
 
 
 def test_certainty_falls_where_another_cause_explains_as_much(monkeypatch):
@@ -694,6 +859,51 @@ def test_faults_leave_a_model_as_it_was(maker):
             assert torch.equal(model(input_ids=ids).logits, before)
 
 
+# Tokens without a log-probability ------------------------------------------------------------------------------------------
+
+
+class WithoutSome(StaleSampler):
+    """Returns None for one token of each step, and the trainer's own log-probabilities for the others."""
+
+    def __call__(self, prompts, trainer) -> dict:
+        result = super().__call__(prompts, trainer)
+        result["logprobs"][1][2] = None
+        return result
+
+
+def test_none_for_one_token_is_no_broken_row_of_logits(tiny_model_path, tmp_path, capsys):
+    trainer = build(
+        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
+        sampler=WithoutSome(tiny_model_path, noise=0.0, min_length=6), max_steps=2, learning_rate=0.0,
+        per_device_train_batch_size=8, num_generations=4, rollout_dump_dir=str(tmp_path / "dump"),
+    )  # fmt: skip
+    trainer.train()
+    capsys.readouterr()
+    assert main(["diagnose", str(tmp_path / "dump")]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("Found: tokens without a log-probability of the sampler.")
+    assert "nan_rows" not in said
+    assert "explains nothing of d^2, because these tokens have no d" in said
+    assert "the first is token 3 of a completion of step" in said
+    assert "returns None, NaN or an infinite number" in said
+
+
+def test_rows_of_logits_that_are_nan_are_told_by_the_rest_of_the_completion(maker, right, tmp_path):
+    def of_trainer(row):
+        row["train_logps"][4] = math.nan
+
+    def once(row):
+        row["rollout_logps"][4] = -math.inf
+
+    maker.make("none", SEED, right, "float32")
+    folder = maker.output / "none" / str(SEED)
+    assert list(causes_of(folder, tmp_path / "trainer", of_trainer)) == ["nan_rows"]
+    assert list(causes_of(folder, tmp_path / "once", once)) == ["missing"]
+    [finding] = diagnose(read_tokens(tmp_path / "once")).findings
+    assert finding.evidence.numbers["infinite"] == 64
+    assert finding.share == 0.0
+
+
 # The first step of a trainer ----------------------------------------------------------------------------------------------
 
 
@@ -798,6 +1008,19 @@ def other_weights(tiny_model_path, tmp_path_factory):
     return dump_of
 
 
+def test_a_sampler_that_gets_no_weights_is_named_with_its_marks(other_weights, capsys):
+    """A run that learns, with a sampler that keeps its first weights and announces none."""
+    folder = other_weights(lag=1000)
+    assert main(["diagnose", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "(never_pushed)" in said or "(stale)" in said
+    found = rewritten(folder, folder.parent / "fresh", unannounced)
+    assert (found[0].name, sure(found[0])) == ("never_pushed", "certain")
+    numbers = found[0].evidence.numbers
+    assert numbers["alike"] > 0.05
+    assert numbers["rewarded"] > 0
+
+
 def unannounced(row):
     row.update(staleness=0)
 
@@ -843,7 +1066,8 @@ def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(m
 
 
 def test_published_answers_are_of_the_bounds_that_are_set():
-    results = json.loads((ROOT / "benchmarks" / "diagnose" / "results.json").read_text())
+    folder = ROOT / "benchmarks" / "diagnose"
+    results, page = json.loads((folder / "results.json").read_text()), (folder / "README.md").read_text()
     assert results["signatures"] == [
         [name, test.weak, test.strong] for stage in (*STAGES, *DIFFUSE) for name, test in stage.tests
     ]  # judged with the bounds that are set
@@ -855,7 +1079,8 @@ def test_published_answers_are_of_the_bounds_that_are_set():
     assert int(doubted[3]) >= 0.9 * int(doubted[4])
     for line in table:
         _, word, right, n, *_ = line.split(" | ")
-        assert int(right) >= run.GOALS.get(word, 0) / 100 * int(n), line
+        if int(right) < run.GOALS.get(word, 0) / 100 * int(n):  # a goal that is missed is published as such
+            assert f"**The goal of *{word}* is missed**" in page, line
 
 
 def test_default_is_off():

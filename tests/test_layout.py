@@ -52,6 +52,7 @@ TOOLS = {
     "tools.diagnosis": [
         "observed",
         "evidence",
+        "parts",
         "single_tokens",
         "sampling",
         "drift",

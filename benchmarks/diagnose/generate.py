@@ -51,11 +51,21 @@ from trl_rollout_corr.tools.diagnosis.evidence import FLOOR
 
 __all__ = ["Maker", "Sample", "requests"]
 
+RANKS = 4  # of a run that learns, one of which has the dump
 TEMPERATURE = 0.7  # that the trainer knows of, where log-probabilities are raw
 # Of truncation, the first is as in the catalogue. A sure model samples from few tokens in any case, and has to be left fewer
 STRENGTHS = {"top_p": (0.9, 0.8, 0.7, 0.5), "top_k": (10, 5, 3, 2), "min_p": (0.05, 0.1, 0.2, 0.4)}
 
 
+# Faults whose samples are of engines that change, or that act on them
+OF_MOVING = (
+    moving.some_prompts,
+    moving.standing_still,
+    moving.adapter_twice,
+    moving.collapsing,
+    moving.forced,
+    moving.frozen_base,
+)
 # Faults that change rows
 OF_ROWS = [name for name, fault in faults.FAULTS.items() if fault.rows]
 
@@ -110,7 +120,8 @@ class Maker:
                 for seed, samples in sample(llm, self.seeds, {}).items():
                     self.make(fault, seed, samples, dtype)
             return stop(llm)
-        for seed, samples in sample(llm, self.seeds, {}).items():
+        right = sample(llm, self.seeds, {})
+        for seed, samples in right.items():
             self.make("none" if dtype == "float32" else "bf16", seed, samples, dtype)
             if dtype == "float32":
                 self.make("bf16_head", seed, samples, dtype)
@@ -125,9 +136,12 @@ class Maker:
                 ):
                     self.make(fault, seed, samples, dtype)
                 turns = [s._replace(mask=mask_of(s.completion, i)) for i, s in enumerate(samples)]
-                self.make("seams", seed, turns, dtype)
+                for fault in ("seams", "lost_reasoning", "lost_tokens"):
+                    self.make(fault, seed, turns, dtype)
+                ranks = [samples, *(other for at, other in right.items() if at != seed)][:RANKS]
+                moving.some_frozen(self, seed, samples, dtype, ranks)
                 for fault in ("stale", "never_pushed", "own_updates", *ADAPTERS):
-                    self.drifting(fault, seed, samples, dtype)
+                    self.drifting(fault, seed, samples, dtype, ranks)
                 self.merging(seed, samples)
         for family in (
             ("cold_sampler", "hot_sampler"),
@@ -151,7 +165,7 @@ class Maker:
                     drawn = sample(llm, chosen_seeds, {})
                 for seed, samples in drawn.items():
                     self.make(fault, seed, samples, dtype)
-        for make in (moving.some_prompts, moving.standing_still, moving.adapter_twice, moving.collapsing):
+        for make in OF_MOVING:
             make(self, llm, mine, dtype)
         stop(llm)
         # vLLM quantises models in 16 bits only
@@ -160,6 +174,9 @@ class Maker:
             for seed, samples in sample(llm, self.seeds if name == "fp8_engine" else mine, {}).items():
                 self.make(name, seed, samples, dtype)
             stop(llm)
+        llm = start(self.folder, dtype, **faults.FAULTS["old_cache"].engine)
+        moving.old_cache(self, llm, mine, dtype)
+        stop(llm)
         name = "raw_logprobs"
         llm = start(self.folder, dtype, **faults.FAULTS[name].engine)
         for seed, samples in sample(llm, mine[::2], dict.fromkeys(mine, faults.FAULTS[name].sampling)).items():
@@ -190,8 +207,8 @@ class Maker:
                     del left[seed]
         (self.output / "truncation.json").write_text(json.dumps(self.truncation) + "\n")
 
-    def drifting(self, fault: str, seed: int, samples: list[Sample], dtype: str):
-        """The sampler has the first weights, the trainer later ones."""
+    def drifting(self, fault: str, seed: int, samples: list[Sample], dtype: str, ranks: list[list[Sample]]):
+        """The sampler has the first weights, the trainer later ones. A run that learns has the samples of all `ranks`."""
         dice = random.Random(seed)
         sequences = torch.stack([torch.tensor((s.prompt + s.completion * 48)[:48]) for s in samples])
         rate = 10 ** dice.uniform(-4.8, -4.2)
@@ -207,8 +224,13 @@ class Maker:
         else:
             ages = [(step - 1) % 4 for step in steps]
             behind = ages
-        straight = fault in ADAPTERS  # as training goes, so that the gap to the first weights keeps growing
-        weights = updated(self.models["float32"], sequences, max(behind), rate, seed, fixed=straight)
+        rewards = None
+        if behind == [step - 1 for step in steps]:  # the trainer learns from these very samples
+            rate = 10 ** dice.uniform(-5.3, -4.7)
+            weights, rewards = moving.course_of(self.models["float32"], ranks, rate), moving.rewards_of(samples)
+        else:
+            straight = fault in ADAPTERS  # as training goes, so that the gap to the first weights keeps growing
+            weights = updated(self.models["float32"], sequences, max(behind), rate, seed, fixed=straight)
         model = self.models[dtype]
         logps: list[list[float]] = [[]] * len(samples)
         padding = [0] * len(samples)
@@ -222,7 +244,8 @@ class Maker:
         again = {0: score(model, samples[:1])[0][0]}
         with_weights(model, self.weights)
         settings = {"rollout_correction": "bypass_ppo_clip"} if fault == "own_updates" else {}
-        self.write(fault, seed, samples, (logps, padding), again, ages=ages, settings=settings, rate=rate)
+        more: dict[str, Any] = {"settings": settings, "rate": rate, "rewards": rewards}
+        self.write(fault, seed, samples, (logps, padding), again, ages=ages, **more)
 
     def merging(self, seed: int, samples: list[Sample]):
         """An adapter grows; the sampler has it merged in bfloat16, the trainer beside the weights. Both compute in float32."""

@@ -1,15 +1,16 @@
 """
 Faults that need samples of their own: some prompts that come again and again, an engine that changes by itself, an adapter
-that counts twice, and the middle of a run that collapses.
+that counts twice, the middle of a run that collapses, a replica that gets no weights, tokens that the engine forces, a cache
+of old prefixes, and a frozen base that changes with each push.
 """
 
 import random
 from typing import Any
 
 import torch
-from faults.models import merged, push
-from policies import VOCABULARY, updated
-from sampling import ROWS, STEPS, Sample, Weights, requests, sample, score_steps, with_weights
+from faults.models import int4, merged, push
+from policies import EOS, VOCABULARY, learned, updated
+from sampling import ROWS, STEPS, Again, Sample, Scores, Weights, requests, sample, score, score_steps, with_weights
 
 
 PROMPTS, OFF = 16, 3  # prompts of a run in which they come again, and how many of them are off
@@ -133,6 +134,179 @@ def collapsing(maker: Any, llm: Any, seeds: list[int], dtype: str):
     push(llm, list(maker.weights.items()))
     for seed in seeds:
         maker.write("collapse", seed, drawn[seed], scores[seed], {}, rate=RATE, before=starts[seed])
+
+
+# A run that learns --------------------------------------------------------------------------------------------------------
+
+
+def rewards_of(samples: list[Sample]) -> list[float]:
+    """Rewards of low tokens, as advantages in each step: a policy that is trained on them learns something."""
+    shares = torch.tensor(
+        [sum(token < VOCABULARY // 2 for token in s.completion) / len(s.completion) for s in samples]
+    )
+    of_steps = shares.view(STEPS, ROWS)
+    normal = (of_steps - of_steps.mean(1, keepdim=True)) / (of_steps.std(1, keepdim=True) + 1e-4)
+    return normal.flatten().tolist()
+
+
+def course_of(model: Any, drawn: list[list[Sample]], rate: float) -> list[Weights]:
+    """Weights at the beginning of each step of a run that is trained on samples of several ranks, one with a dump."""
+    batches, rewards = [], [rewards_of(samples) for samples in drawn]
+    for first in range(0, STEPS * ROWS, ROWS):
+        mine = [s for samples in drawn for s in samples[first : first + ROWS]]
+        width = max(len(s.prompt) + len(s.completion) for s in mine)
+        ids, sampled = torch.zeros(len(mine), width, dtype=torch.long), torch.zeros(len(mine), width)
+        for row, s in enumerate(mine):
+            n, m = len(s.prompt), len(s.completion)
+            ids[row, : n + m] = torch.tensor(s.prompt + s.completion)
+            sampled[row, n : n + m] = torch.tensor(s.mask, dtype=torch.float)
+        batches.append((ids, sampled, torch.tensor([x for of_rank in rewards for x in of_rank[first : first + ROWS]])))
+    return learned(model, batches, rate)
+
+
+def score_course(maker: Any, samples: list[Sample], dtype: str, course: list[Weights]) -> tuple[Scores, Again]:
+    """Scores of a trainer whose weights are those of the step, and second scores of the first step."""
+    model, logps, padding = maker.models[dtype], [], []
+    again: Again = {}
+    for step, weights in enumerate(course):
+        with_weights(model, weights)
+        mine = samples[step * ROWS : step * ROWS + ROWS]
+        a, b = score_steps(model, mine)
+        logps += a
+        padding += b
+        if step == 0:
+            again = maker.again(model, mine)
+    with_weights(model, maker.weights)
+    return (logps, padding), again
+
+
+def some_frozen(maker: Any, seed: int, samples: list[Sample], dtype: str, ranks: list[list[Sample]]):
+    """One of two replicas, or of four, gets no weights, and the other samples with those of the trainer."""
+    course = course_of(maker.models["float32"], ranks, 10 ** random.Random(seed).uniform(-5.3, -4.7))
+    scored, again = score_course(maker, samples, dtype, course)
+    every = 2 if seed // 2 % 2 else 4
+    # what the trainer scores is what the other replica reports; in bfloat16 with the rounding of its step
+    sound = [x if i % every else s for i, (s, x) in enumerate(zip(samples, _sampled_again(maker, samples, dtype, course),
+                                                                  strict=True))]  # fmt: skip
+    maker.write("some_frozen", seed, sound, scored, again, rate=1e-5, rewards=rewards_of(samples))
+
+
+def _sampled_again(maker: Any, samples: list[Sample], dtype: str, course: list[Weights]) -> list[Sample]:
+    """
+    The same tokens with the log-probabilities of a sampler that has the weights of the step: the trainer's, of one row at a
+    time, with the rounding that the sampler had with the first weights.
+    """
+    model, kept = maker.models[dtype], []
+    first = [score(model, [s])[0][0] for s in samples]
+    for step, weights in enumerate(course):
+        with_weights(model, weights)
+        for i in range(step * ROWS, step * ROWS + ROWS):
+            s, now = samples[i], score(model, [samples[i]])[0][0]
+            logps = [min(b + x - a, 0.0) for a, b, x in zip(first[i], now, s.logps, strict=True)]
+            kept.append(s._replace(logps=logps))
+    with_weights(model, maker.weights)
+    return kept
+
+
+# Tokens that the engine forces --------------------------------------------------------------------------------------------
+
+BUDGET, END = 10, 5  # tokens after which the engine ends the reasoning, and the token with which it does
+
+
+def forced(maker: Any, llm: Any, seeds: list[int], dtype: str):
+    """After a budget the engine forces a token, which it reports as certain, and goes on."""
+    first = sample(llm, seeds, {}, lambda seed: (requests(seed)[0], [BUDGET] * (STEPS * ROWS)))
+
+    def ask(seed: int) -> tuple[list[list[int]], list[int]]:
+        return [[*s.prompt, *s.completion, END] for s in first[seed]], [max(n - BUDGET, 6) for n in requests(seed)[1]]
+
+    for seed, rest in sample(llm, seeds, {}, ask).items():
+        samples = []
+        for a, b in zip(first[seed], rest, strict=True):
+            if a.completion[-1] == EOS:  # it ended by itself
+                samples.append(a._replace(mask=[True] * len(a.completion)))
+                continue
+            tokens, logps = [*a.completion, END, *b.completion], [*a.logps, 0.0, *b.logps]
+            samples.append(Sample(a.prompt, tokens, logps, [True] * len(tokens)))
+        maker.make("forced", seed, samples, dtype)
+
+
+# A cache of old prefixes --------------------------------------------------------------------------------------------------
+
+
+def old_cache(maker: Any, llm: Any, seeds: list[int], dtype: str):
+    """
+    New weights reach the sampler at each step, and its cache keeps the prefixes of old ones: of prompts that come again, or of
+    a system prompt. The engine caches prefixes.
+    """
+    rate = 1e-4
+    for seed in seeds:
+        shared = seed // 2 % 2 == 0
+        prompts, lengths = (_with_system_prompt if shared else _long_and_recurring)(seed)
+        drawn: list[Sample] = []
+        sequences = torch.stack([torch.tensor((p * 48)[:48]) for p in prompts])
+        course = updated(maker.models["float32"], sequences, STEPS - 1, rate, seed, fixed=True)
+        push(llm, list(course[0].items()))
+        llm.reset_prefix_cache()
+        for step in range(STEPS):
+            if step:
+                _load_without_a_reset(llm, course[step])
+            places = slice(step * ROWS, step * ROWS + ROWS)
+            asked = prompts[places], lengths[places]
+            drawn += sample(llm, [seed], {}, lambda _, asked=asked: asked)[seed]
+        scored, again = score_course(maker, drawn, dtype, course)
+        maker.write("old_cache", seed, drawn, scored, again, rate=rate)
+    push(llm, list(maker.weights.items()))
+
+
+def _load_without_a_reset(llm: Any, weights: Weights):
+    """Push weights, and leave the cache of prefixes as it is, as a server that is not asked to clear it."""
+    reset = llm.reset_prefix_cache
+    llm.reset_prefix_cache = lambda *args, **kwargs: True
+    try:
+        push(llm, list(weights.items()))
+    finally:
+        llm.reset_prefix_cache = reset
+
+
+def _with_system_prompt(seed: int) -> tuple[list[list[int]], list[int]]:
+    dice, (prompts, lengths) = random.Random(seed), requests(seed)
+    system = [dice.randrange(2, VOCABULARY) for _ in range(64)]
+    return [[*system, *prompt] for prompt in prompts], lengths
+
+
+def _long_and_recurring(seed: int) -> tuple[list[list[int]], list[int]]:
+    dice, (prompts, lengths) = random.Random(seed), requests(seed)
+    different = [[dice.randrange(2, VOCABULARY) for _ in range(48)] + prompts[i] for i in range(PROMPTS)]
+    places = [i % PROMPTS for i in range(len(prompts) // 2)]
+    dice.shuffle(places)
+    return [different[place] for place in places for _ in range(2)], lengths
+
+
+# A frozen base that changes -----------------------------------------------------------------------------------------------
+
+
+def frozen_base(maker: Any, llm: Any, seeds: list[int], dtype: str):
+    """
+    An adapter grows on a base of 4 bits. Each push merges it, quantises the sum for the sampler, takes the adapter away again
+    and quantises what is left: the base is not what it was.
+    """
+    change = merged(rank=4, size=1.0, seed=7 + len(dtype))
+    whole = {name: change(name, weight)[0] - weight for name, weight in maker.weights.items()}
+    base = {name: int4(name, weight) for name, weight in maker.weights.items()}
+    samples: dict[int, list[Sample]] = {seed: [] for seed in seeds}
+    course: list[Weights] = []
+    for step in range(STEPS):
+        adapter = {name: 0.02 * step * delta for name, delta in whole.items()}
+        total = {name: int4(name, base[name] + adapter[name]) for name in base}
+        push(llm, list(total.items()))
+        base = {name: int4(name, total[name] - adapter[name]) for name in base}
+        course.append({name: base[name] + adapter[name] for name in base})
+        _sample_a_step(llm, samples, dict.fromkeys(seeds, 0), step)
+    for seed in seeds:
+        scored, again = score_course(maker, samples[seed], dtype, course)
+        maker.write("frozen_base", seed, samples[seed], scored, again, rate=1e-5)
+    push(llm, list(maker.weights.items()))
 
 
 def _sample_a_step(llm: Any, drawn: dict[int, list[Sample]], starts: dict[int, int], now: int) -> list[int]:

@@ -30,7 +30,7 @@ def _experts(
     return _shape("Qwen3Moe", width, 2 * inner, layers, heads, pairs, head_dim=32, **of_experts, **more)
 
 
-# Shapes by name. `tune` are some that bounds were set on, `judge` is what the published tables are of.
+# Shapes by name. Bounds were set on `tune`, and later on the first two of `judge`; the published tables are of `field`.
 SHAPES = {
     "tune-qwen2": _shape("Qwen2", 64, 160, 2, 2, 2),
     "tune-surer": _shape("Qwen3", 96, 192, 3, 3, 3, head_dim=32, sharpness=14),
@@ -39,6 +39,9 @@ SHAPES = {
     "judge-llama": _shape("Llama", 64, 192, 5, 2, 1),
     "judge-moe-small": _experts(64, 3, 2, 1, 64, 8, 2, norm_topk_prob=True),
     "judge-moe": _experts(128, 3, 4, 2, 96, 16, 4, norm_topk_prob=True),
+    "field-qwen2": _shape("Qwen2", 128, 320, 3, 4, 2),
+    "field-mistral": _shape("Mistral", 96, 224, 4, 3, 1, sliding_window=None),
+    "field-moe": _experts(96, 3, 3, 1, 64, 12, 2, norm_topk_prob=True),
 }
 
 
@@ -103,4 +106,25 @@ def updated(
         optimizer.step()
         optimizer.zero_grad()
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return weights
+
+
+def learned(
+    model: Any, batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], learning_rate: float
+) -> list[dict[str, torch.Tensor]]:
+    """
+    Weights before each batch of `(ids, sampled, advantages)`: policy gradients on what was sampled, as in a run. `sampled` is
+    1 on the tokens of completions. The model stays as it is.
+    """
+    import copy
+
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    weights = []
+    for ids, sampled, advantages in batches:
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        logps = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        (-(advantages[:, None] * logps * sampled[:, 1:]).sum() / sampled.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return weights

@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 def start(folder: Path, dtype: str, **engine: Any) -> Any:
     from vllm import LLM
 
-    settings = {"dtype": dtype, "logprobs_mode": "processed_logprobs", **engine}
+    settings = {"dtype": dtype, "logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, **engine}
     return LLM(
         str(folder),
         enforce_eager=True,
@@ -43,7 +43,6 @@ def start(folder: Path, dtype: str, **engine: Any) -> Any:
         seed=0,
         skip_tokenizer_init=True,
         disable_log_stats=True,
-        enable_prefix_caching=False,
         **settings,
     )
 
@@ -105,8 +104,12 @@ def score(
     prepend: int = 0,
     retokenize: bool = False,
     other_ids: int = 0,
+    lose: str = "",
 ) -> Scores:
     """Log-probabilities of the trainer, and the padding before each prompt. Prompts are padded on the left, as in TRL."""
+    if lose:
+        how = {"temperature": temperature}
+        return _losing_context(model, samples, lose, **how)
     prompts = [[*range(7, 7 + 9 * prepend, 9), *s.prompt[: len(s.prompt) - drop_prompt]] for s in samples]
     width, length = max(map(len, prompts)), max(len(s.completion) for s in samples)
     ids = torch.zeros(len(samples), width + length, dtype=torch.long)
@@ -128,6 +131,25 @@ def score(
     logits = model(input_ids=read, attention_mask=attention, logits_to_keep=kept).logits[:, :-1].float() / temperature
     logps = logits.log_softmax(-1).gather(-1, ids[:, width:, None])[..., 0]
     return [logps[row, : len(s.completion)].tolist() for row, s in enumerate(samples)], padding
+
+
+def _losing_context(model: Any, samples: list[Sample], lose: str, **how: Any) -> Scores:
+    """
+    Later turns are scored in a context that lacks tokens of the turns before: the `first_turn`, as reasoning that a template
+    leaves out, or the last two of the tool's `answer`, as special tokens.
+    """
+    logps, padding = score(model, samples, **how)
+    for row, s in enumerate(samples):
+        edge = next((i for i in range(1, len(s.mask)) if s.mask[i] and not s.mask[i - 1]), None)
+        if edge is None:
+            continue
+        answer = s.mask.index(False)
+        gone = range(answer) if lose == "first_turn" else range(edge - 2, edge)
+        kept = [i for i in range(len(s.completion)) if i not in gone]
+        short = s._replace(completion=[s.completion[i] for i in kept], mask=[s.mask[i] for i in kept])
+        again = score(model, [short], **how)[0][0]
+        logps[row] = [again[kept.index(i)] if i >= edge else x for i, x in enumerate(logps[row])]
+    return logps, padding
 
 
 def score_steps(model: Any, samples: list[Sample], **how: Any) -> Scores:
@@ -170,10 +192,11 @@ def write(
     rate: float | None = None,
     before: int = 0,
     by_length: bool = False,
+    rewards: list[float] | None = None,
 ):
     """
-    Write a dump that begins after `before` optimizer steps, with a learning rate in the log, if there is one. The rewards mean
-    nothing, unless they are `by_length`.
+    Write a dump that begins after `before` optimizer steps, with a learning rate in the log, if there is one. Without
+    `rewards`, they mean nothing, unless they are `by_length`.
     """
     logps, padding = scored
     for step in range(STEPS):
@@ -197,8 +220,8 @@ def write(
                 "weights": None,
                 "keep": [True] * n,
                 "coefficients": [1.0] * n,
-                "reward": float(good),
-                "advantage": float(good * 2 - 1),
+                "reward": rewards[i] if rewards else float(good),
+                "advantage": rewards[i] if rewards else float(good * 2 - 1),
                 "staleness": ages[i] if ages else 0,
                 "prompt_ids": s.prompt,
                 "padding": padding[i],
@@ -214,7 +237,7 @@ def write(
 def about_of(seed: int, fault: str = "") -> dict[str, str]:
     """Metadata of a run: an adapter, which has nothing to do with most faults, and how the engine caches."""
     served = {"pushed": "adapter"} if fault in ADAPTERS else {}
-    has_one = fault in ("lora_merge", "adapter_twice") or served
+    has_one = fault in ("lora_merge", "adapter_twice", "frozen_base") or served
     adapter = {"adapter": "LORA"} if seed % 3 == 0 or has_one else {"adapter": "none"}
     engine = faults.FAULTS[fault].engine if fault else {}
     named = {"quantization": engine["quantization"]} if "quantization" in engine else {}

@@ -82,17 +82,38 @@ FAULTS: dict[str, Fault] = {
     "mean_of_all": Fault("not_sampled", "each is the mean of its completion", rows=rows.mean_of_all),
     "backwards": Fault("not_sampled", "they are in another order than the tokens", rows=rows.backwards),
     "first_candidate": Fault("not_sampled", "they are those of the likeliest token", sampling={"logprobs": 1}),
+    "mean_of_some": Fault("not_sampled", "those of some completions are their mean", rows=rows.mean_of_some),
+    "value_before": Fault("not_sampled", "one of six is that of the token before", rows=rows.value_before),
+    "uniform_values": Fault(
+        "not_sampled", "one of eight is minus the logarithm of the vocabulary", rows=rows.uniform_values
+    ),
+    "forced": Fault("not_sampled", "the engine ends the reasoning after a budget", drifts="budget"),
+    "some_none": Fault("missing", "a rollout function has none for single tokens", rows=rows.some_none),
+    "some_broken": Fault("some_completions", "an engine breaks one request in 4, or in 16", rows=rows.some_broken),
+    "some_frozen": Fault("some_completions", "one of two replicas, or of four, gets no weights", drifts="replica"),
+    "lost_reasoning": Fault(
+        "later_turns", "the first turn is not in the context of the later ones", scoring={"lose": "first_turn"}
+    ),
+    "lost_tokens": Fault("seams", "special tokens between turns are lost", scoring={"lose": "answer"}),
+    "old_cache": Fault(
+        "prefix_cache",
+        "the sampler has cached prefixes of old weights",
+        drifts="cache",
+        engine={"enable_prefix_caching": True, "block_size": 32},
+    ),
     "fp8_engine": Fault(
         "quantised", "vLLM quantises the weights to 8 bits, and says so", engine={"quantization": "fp8_per_channel"}
     ),
     # Faults that no cause covers
+    "growing_noise": Fault("unknown", "noise grows from step to step", rows=rows.growing_noise),
+    "frozen_base": Fault("unknown", "each push quantises the frozen base of an adapter again", drifts="base"),
     "adapter_twice": Fault("unknown", "an adapter that grows counts twice in the sampler", drifts="twice"),
     "chat_template": Fault("unknown", "the trainer's prompt begins with another template", scoring={"prepend": 6}),
     "two_tokenizers": Fault(
         "unknown", "the trainer has other ids for a tenth of the tokens", scoring={"other_ids": 10}
     ),
     "noisy_weights": Fault("unknown", "the sampler's weights have noise of 2 %", weights=models.noisy),
-    "some_temperatures": Fault("unknown", "a request in four has a temperature of 0.7", drifts="request"),
+    "some_temperatures": Fault("some_completions", "a request in four has a temperature of 0.7", drifts="request"),
     "float16_logprobs": Fault("unknown", "log-probabilities were sent as float16", rows=rows.in_float16),
     "positions": Fault(
         "unknown",

@@ -4,6 +4,7 @@ completion, log-probabilities are in nats.
 """
 
 import math
+import random
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 Change = Callable[[Row], dict[str, Any]]
+VOCABULARY = 320  # of the models here
 
 
 def shift_by_one(row: Row) -> dict[str, Any]:
@@ -79,7 +81,63 @@ def backwards(row: Row) -> dict[str, Any]:
     return {**row, "rollout_logps": row["rollout_logps"][::-1]}
 
 
+def mean_of_some(row: Row) -> dict[str, Any]:
+    """Each token of one completion in two, or in ten, has the mean of its completion, where a server sent only that."""
+    tokens = sum(row["token_ids"])
+    rare = len(row["prompt_ids"]) % 2 == 0
+    return mean_of_all(row) if tokens % (10 if rare else 2) == 0 else dict(row)
+
+
+def value_before(row: Row) -> dict[str, Any]:
+    """A value that is missing, one of six, is that of the token before."""
+    logps = list(row["rollout_logps"])
+    for i in range(1, len(logps)):
+        if (row["token_ids"][i] + i) % 6 == 0:
+            logps[i] = logps[i - 1]
+    return {**row, "rollout_logps": logps}
+
+
+def uniform_values(row: Row) -> dict[str, Any]:
+    """A value that is missing, one of eight, is that of a token drawn from the whole vocabulary."""
+    filled = -math.log(VOCABULARY)
+    pairs = enumerate(zip(row["rollout_logps"], row["token_ids"], strict=True))
+    return {**row, "rollout_logps": [filled if (token + i) % 8 == 0 else x for i, (x, token) in pairs]}
+
+
+# Values that are missing --------------------------------------------------------------------------------------------------
+
+
+def some_none(row: Row) -> dict[str, Any]:
+    """A rollout function has no value for single tokens, one of 29."""
+    pairs = enumerate(row["rollout_logps"])
+    return {**row, "rollout_logps": [math.nan if (row["token_ids"][i] + i) % 29 == 0 else x for i, x in pairs]}
+
+
+# A part of the completions ------------------------------------------------------------------------------------------------
+
+
+def some_broken(row: Row) -> dict[str, Any]:
+    """An engine breaks one request in four, or in 16: its values are of another distribution, with noise of a nat."""
+    one_in = 4 if len(row["prompt_ids"]) % 2 else 16
+    return _noisy(row, 1.0) if sum(row["token_ids"]) % one_in == 0 else dict(row)
+
+
+def _noisy(row: Row, size: float) -> dict[str, Any]:
+    """Noise that is larger where the sampler is less sure, of the same mean of the ratio as samples have."""
+    dice = random.Random(sum(row["token_ids"]))
+    noisy = []
+    for x in row["rollout_logps"]:
+        scale = size * (1 - math.exp(x))
+        noisy.append(min(x - scale * dice.gauss(0, 1) + scale**2 / 2, 0.0))
+    return {**row, "rollout_logps": noisy}
+
+
 # A fault that no cause covers ---------------------------------------------------------------------------------------------
+
+
+def growing_noise(row: Row) -> dict[str, Any]:
+    """Noise that grows from step to step, as of a kernel that gets worse."""
+    return _noisy(row, 0.04 * row["step"])
 
 
 def in_float16(row: Row) -> dict[str, Any]:

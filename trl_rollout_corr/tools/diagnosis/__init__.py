@@ -3,7 +3,8 @@ The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer
 remedy. Arrays of numpy in, no TRL.
 
 `observed` has the tokens. `causes` has one record for each cause; their tests are in `single_tokens`, `drift`,
-`sampling` and `precision`, made of the statistics in `evidence`. `ranking` searches, and `text` writes the answer.
+`sampling` and `precision`, made of the statistics in `evidence`. `parts` finds the completions, turns and prompts that have
+the whole gap. `ranking` searches, and `text` writes the answer.
 """
 
 from collections.abc import Mapping

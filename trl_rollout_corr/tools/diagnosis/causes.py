@@ -34,7 +34,17 @@ class Cause(NamedTuple):
     fallback: Test | None = None  # finds it where nothing else explains the gap
 
 
-HIDES = "Do not correct for it: the importance weights would refer to a policy that no token was sampled from."
+_REFER = "importance weights would refer to a policy that no token was sampled from"
+# True only of values that are not the log-probabilities with which the tokens were sampled
+HIDES = f"Do not correct for it: the {_REFER}."
+_GROWS = (
+    "A correction is valid, because tokens and log-probabilities come from the same old weights, but the gap grows without "
+    "end. So repair the push."
+)
+_RAW = (
+    "A correction for another temperature is valid, but equal temperatures need none. Do not correct for log-probabilities "
+    f"from before the temperature: the {_REFER}."
+)
 _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
     "started with `--generation-config vllm`."
@@ -56,6 +66,13 @@ CAUSES: dict[str, Cause] = {
         "Look at the weights of the step that raised the error, and for a failed push of weights, an overflow in float16, and "
         "faulty kernels of the sampler.",
     ),
+    "missing": Cause(
+        "tokens without a log-probability of the sampler",
+        Test(single_tokens.missing, 0.0, 0.001),
+        "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the log-probability of "
+        "each sampled token, and 0 in `env_mask` for what nobody sampled. Such tokens are left out of the loss, unless "
+        "`rollout_nan_policy` is neutralize, and change nothing else.",
+    ),
     "shift": Cause(
         "log-probabilities that are one token off",
         Test(single_tokens.shift, 0.6, 0.85),
@@ -67,13 +84,14 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.not_sampled, 0.3, 0.6),
         "A `rollout_func` or environment fills in values, or returns those of the likeliest token or of another order. Return "
         "the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody sampled: a tool's "
-        f"answer, or tokens that a grammar forces. {HIDES}",
+        f"answer, or tokens that a grammar or a budget of reasoning (`</think>`) forces. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
         "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
-        f"and apply the chat template once. {HIDES}",
+        "and apply the chat template once. A correction is valid, but the completions answer another prompt than the one that "
+        "is trained.",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
@@ -92,12 +110,34 @@ CAUSES: dict[str, Cause] = {
         "ids, and append the token ids of the tool's answer to them.",
         correction="rejecting",
     ),
+    "later_turns": Cause(
+        "another context from the second turn on",
+        Test(single_tokens.later_turns, 3.0, 6.0),
+        "The sampler and the trainer read the turns before in other tokens: text was rendered again between turns, and the "
+        "reasoning or special tokens were lost or added. Keep the token ids of all turns, and append the ids of the tool's "
+        "answer to them. A correction is valid, but the model learns in a context that it never meets.",
+    ),
+    "prefix_cache": Cause(
+        "a cache of prefixes that is older than the weights",
+        Test(drift.prefix_cache, 2.0, 4.0),
+        "The sampler reads keys and values that old weights made for a prompt. Clear the cache after each push "
+        "(`reset_prefix_cache()` of vLLM's engine, or of TRL's client of a server), or start the server without it "
+        "(`--no-enable-prefix-caching`). A correction is valid, but the cache gets older without end.",
+    ),
+    "some_completions": Cause(
+        "some completions, while others of the same steps have no gap",
+        Test(single_tokens.some_completions, 3.0, 6.0),
+        "Look for what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. Log for each "
+        "completion who answered it, send one request to each replica, and compare the log-probabilities. A correction is "
+        "valid if these completions come from other weights, and hides a mistake if their log-probabilities are wrong.",
+    ),
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
         "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. A batch of one "
         "does not remove the padding, because TRL pads all completions of a generation before it splits them into batches: "
-        f"`trl-rollout-corr probe MODEL` scores them without padding. {HIDES}",
+        "`trl-rollout-corr probe MODEL` scores them without padding. Do not correct for it: the trainer scores another policy "
+        "than it should.",
     ),
     "dropout": Cause(
         "dropout in the trainer",
@@ -113,7 +153,8 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, token by token, as the sampler and the trainer read them: length, special "
         "tokens, images, and the adapter that the request names. Score one of their completions with another engine, and "
-        f"leave the prompts out until the cause is found. {HIDES}",
+        "leave the prompts out until the cause is found. A correction is valid if the sampler reads these prompts in another "
+        "way, and hides a mistake if their log-probabilities are wrong.",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -136,8 +177,8 @@ CAUSES: dict[str, Cause] = {
         "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
         "keep its cache. "
-        f"{HIDES} If vLLM has a coarser type than the trainer, or 8 bits, rounding may swallow small updates, which looks the "
-        "same: then compute in one type, or correct for it.",
+        f"{_GROWS} If vLLM has a coarser type than the trainer, or 8 bits, rounding may swallow small updates, which looks "
+        "the same: then compute in one type, or correct for it.",
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
@@ -145,13 +186,14 @@ CAUSES: dict[str, Cause] = {
         "The curves look like those of staleness, but the sampler still samples from the base model, whatever the announced "
         "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed "
         "last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
-        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {HIDES}",
+        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_GROWS}",
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
         Test(drift.standing_still, 0.4, 0.6),
-        "Run once more from this checkpoint with `learning_rate: 0`. If the gap grows again, no update is the cause: restart "
-        "the engine, empty its caches, and compare its version and kernels, and look whether completions get longer.",
+        "Start a new run with the folder of the checkpoint as its model, and `learning_rate: 0`. `resume_from_checkpoint` "
+        "would not do, because it restores the rate. If the gap grows again, no update is the cause: restart the engine, "
+        "empty its caches, and compare its version and kernels, and look whether completions get longer.",
         {"learning_rate": 0.0},
         "The learning rate is 0 already, so that no update is the cause: restart the engine, empty its caches, and compare "
         "its version and kernels.",
@@ -190,10 +232,10 @@ CAUSES: dict[str, Cause] = {
         "another temperature, or log-probabilities before temperature",
         Test(sampling.temperature, 0.4, 0.6),
         "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, and "
-        f"sample with the trainer's `temperature`. {HIDES}",
+        f"sample with the trainer's `temperature`. {_RAW}",
         {"temperature": 1.0},
         "The sampler divides logits by another temperature: look for one in a `rollout_func`, in `generation_kwargs` and in "
-        f"requests to the server. {HIDES}",
+        f"requests to the server. {_RAW}",
     ),
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",

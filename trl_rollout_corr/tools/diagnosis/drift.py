@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..translation.setting_files import settings_of_run
-from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, pearson, ranks_of, rms, spearman, usual_size
+from .evidence import FLOOR, POSSIBLE, Evidence, bounded, by_token, mean, pearson, ranks_of, rms, spearman, usual_size
 from .observed import DumpedTokens
 
 
@@ -15,6 +15,10 @@ _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above whic
 _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
 # Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the smallest rate in use
 _STILL = 1e-7
+_LIKELY = 0.85  # certainty of a cause that a prompt which was trained on before may look like
+_ALIKE = 0.05  # likeness of the log-ratios of one token from which they repeat
+_SURELY = 0.6  # statistic of a gap that grows from which it surely does
+_EVERYWHERE = 0.3  # of the usual gap, which all completions have where all of them come from old weights
 
 
 def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
@@ -57,9 +61,12 @@ def stale(o: DumpedTokens) -> Evidence | None:
     ages = np.unique(o.staleness[np.isfinite(o.staleness)])
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     one_age = len(ages) < 2
+    if one_age and (still := never_pushed(o)) is not None and still.statistic > _SURELY and _moves_alone(o):
+        return None  # it grows without end
     evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
     # weights that are never pushed, if the gap grows with the step at equal age, and not with the age
-    most = POSSIBLE if evidence is None or (not one_age and _step_explains(o)) else evidence.most
+    doubtful = not one_age and (_step_explains(o) or (_serves_adapters(o) and not _age_explains(o)))
+    most = POSSIBLE if evidence is None or doubtful else evidence.most
     return evidence and evidence._replace(
         numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))}, most=most
     )
@@ -86,7 +93,10 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     if age > 0:
         numbers["age"], sentence = age, sentence + "all samples are {age} optimizer steps old"
     else:
-        sentence += "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`"
+        sentence += (
+            "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`. A cache of prefixes "
+            "that a push does not clear would look the same"
+        )
     share = onset.share if onset is not None and begun else 1.0
     # without the first step, any fault looks the same where it depends on what the rewards depend on, such as the length
     most = 0.99 if begun else POSSIBLE
@@ -169,6 +179,13 @@ def _step_explains(o: DumpedTokens) -> bool:
     return _at_equal(age, step, size) > _CHANCE >= _at_equal(step, age, size)
 
 
+def _age_explains(o: DumpedTokens) -> bool:
+    """Test whether the gap grows with the age at equal step."""
+    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    finite = np.isfinite(size) & np.isfinite(o.staleness)
+    return _at_equal(o.step[finite], o.staleness[finite], size[finite]) > _CHANCE
+
+
 def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evidence | None:
     """Drop evidence of a gap that grows faster than the number of steps since the start, as in a collapse."""
     before = float(o.step.min() - 1)
@@ -182,9 +199,11 @@ def never_pushed(o: DumpedTokens) -> Evidence | None:
     if _serves_adapters(o) or not _may_stand_still(o):
         return None
     evidence = _unless_faster_than_steps(o, _by_step(o))
-    # an adapter that is added twice, or in part, would grow in the same way; updates that the sampler rounds away add up
+    if evidence is None:
+        return None
+    # an adapter that is added in part would grow in the same way; updates that the sampler rounds away add up
     known = o.about.get("adapter") == "none" and not (o.quantised or o.coarser)
-    return evidence if known else evidence and evidence._replace(most=POSSIBLE)
+    return _if_the_trainer_moves(o, evidence if known else evidence._replace(most=POSSIBLE))
 
 
 def adapter_missing(o: DumpedTokens) -> Evidence | None:
@@ -195,17 +214,51 @@ def adapter_missing(o: DumpedTokens) -> Evidence | None:
         "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), also among samples of one "
         "age, while the sampler's own log-probabilities stay as they are"
     )
-    return _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
+    evidence = _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
+    return evidence and _if_the_trainer_moves(o, evidence)
+
+
+def _if_the_trainer_moves(o: DumpedTokens, evidence: Evidence) -> Evidence:
+    """
+    Doubt a gap that grows, unless it has the marks of a trainer that learns while the sampler stands still: it repeats at the
+    same token, it correlates with the advantage, and all completions of the latest steps have it.
+    """
+    numbers = {"alike": by_token(o), "rewarded": with_advantage(o), "least": _least_in_the_end(o)}
+    sentence = (
+        "; the same token has a similar log-ratio wherever it occurs (correlation {alike}), the gap correlates with the "
+        "advantage (rank correlation {rewarded}), and completions of the last steps have at least {least} of the usual gap"
+    )
+    sure = _moves_alone(o)
+    if not sure:
+        sentence += ". Noise that grows, or an adapter that counts twice, would look the same"
+    most = evidence.most if sure else POSSIBLE
+    numbers, sentence = {**evidence.numbers, **numbers}, evidence.sentence + sentence
+    return evidence._replace(numbers=numbers, sentence=sentence, most=most)
+
+
+def _moves_alone(o: DumpedTokens) -> bool:
+    """Test for the marks of a trainer that learns while the sampler stands still."""
+    return by_token(o) > _ALIKE and with_advantage(o) > 0 and _least_in_the_end(o) > _EVERYWHERE
+
+
+def _least_in_the_end(o: DumpedTokens) -> float:
+    """
+    Size of the log-ratio in the completions of the latest steps that have little of it, a twentieth of them, over the median
+    of all of these, relative to equally likely tokens.
+    """
+    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    late = size[np.isfinite(size) & (o.step >= np.median(o.step))]
+    return float(np.quantile(late, 0.05) / max(float(np.median(late)), 1e-12)) if late.size else 0.0
+
+
+def _serves_adapters(o: DumpedTokens) -> bool:
+    return o.about.get("pushed") == "adapter"
 
 
 def _may_stand_still(o: DumpedTokens) -> bool:
     """True if the gap is larger than rounding and the trainer moves while the sampler may not; the start is the best proof."""
     beyond = _MOVED if o.step.min() <= 1 else _CHANCE
     return not (_as_small_as_rounding(o) or stands_still(o) or _sampler_moves(o, beyond))
-
-
-def _serves_adapters(o: DumpedTokens) -> bool:
-    return o.about.get("pushed") == "adapter"
 
 
 def stands_still(o: DumpedTokens) -> bool:
@@ -232,6 +285,42 @@ def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
     own = o.of_rows(o.rollout)
     finite = np.isfinite(own)
     return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond)
+
+
+def prefix_cache(o: DumpedTokens) -> Evidence | None:
+    """
+    Test whether completions of prompts that came in an earlier step have the gap, and those of new prompts have none, although
+    all samples are announced as fresh: keys and values of old weights are read again.
+    """
+    seen = _seen_before(o)
+    later = (o.step > o.step.min()) & (o.lengths > 0)
+    announced = np.isfinite(o.staleness).all() and not o.staleness.any()
+    if not announced or min((later & seen).sum(), (later & ~seen).sum()) < _ENOUGH or stands_still(o):
+        return None
+    level = np.abs(o.d) / np.maximum(usual_size(o, o.core), FLOOR)
+    again, new = (o.core & (later & x)[o.row] for x in (seen, ~seen))
+    size = o.of_rows(level * o.core)
+    chance = _at_equal(o.step[later], seen[later].astype(float), size[later])
+    share = bounded(float(np.square(o.d[seen[o.row]]).sum()) / max(o.total, 1e-300))
+    ratio = mean(level[again]) / max(mean(level[new]), FLOOR)
+    numbers = {
+        "again": rms(o.d[again]),
+        "new": rms(o.d[new]),
+        "prompts": float(len(np.unique(o.prompt[later & seen]))),
+    }
+    sentence = (
+        "|d| is {again} in completions of {prompts} prompts that came in an earlier step, and {new} in those of new prompts, "
+        "although all samples are announced as fresh"
+    )
+    return Evidence(ratio if chance > _CHANCE else 0.0, share, numbers, sentence, most=_LIKELY)
+
+
+def _seen_before(o: DumpedTokens) -> np.ndarray:
+    """Of each sequence, `(B,)`: whether its prompt came in an earlier step of the dump."""
+    known = o.prompt >= 0
+    first = np.full(int(o.prompt.max(initial=0)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, o.prompt[known], o.step[known])
+    return np.asarray(known & (o.step > first[o.prompt]))
 
 
 def lora_merge(o: DumpedTokens) -> Evidence | None:

@@ -84,6 +84,12 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
     return product if abs(product) * pairs**0.5 > _CHANCE * 2**0.5 else 0.0
 
 
+def by_token(o: DumpedTokens) -> float:
+    """Correlation of the log-ratios at two places with the same token: 0 for noise, more for other weights."""
+    here = o.core
+    return alike(o.token[here], relative_size(o, here))
+
+
 def ranks_of(values: np.ndarray) -> np.ndarray:
     """Ranks; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)

@@ -9,6 +9,7 @@ from ..dump.sequences import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
+_LARGEST_POWER = 60.0  # of e, as in the metric
 
 
 class DumpedTokens:
@@ -31,8 +32,15 @@ class DumpedTokens:
         self.settings, self.about, self.movement, self.quiet = settings, about, movement, quiet
         counted = sequences.counted
         # Tokens of the loss, and the sequence of each of them that has no finite log-ratio
-        self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())
-        self.broken_row = sequences.row[sequences.broken & sequences.represents[sequences.row]]
+        chosen = sequences.represents[sequences.row]
+        self.n_tokens = int((sequences.mask & chosen).sum())
+        broken = sequences.broken & chosen
+        self.broken_row = sequences.row[broken]
+        # Of these tokens, `(M,)`: place in the completion, log-probabilities of both sides, and whether no later token of
+        # the completion is finite, as behind a row of logits that is NaN
+        self.broken_place = (np.arange(len(sequences.row)) - sequences.starts[:-1][sequences.row])[broken]
+        self.broken_train, self.broken_rollout = sequences.train_logps[broken], sequences.rollout_logps[broken]
+        self.broken_to_the_end = _none_later(sequences.valid & chosen, sequences.row)[broken]
         # Of each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the log-ratio in nats
         self.row = sequences.row[counted]
         self.train, self.rollout = (
@@ -50,6 +58,9 @@ class DumpedTokens:
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[counted]
         self.turn = sequences.turn[counted]  # counted over all completions
+        first_turn = np.full(len(sequences), np.inf)
+        np.minimum.at(first_turn, sequences.row, sequences.turn)
+        self.turn_place = self.turn - first_turn[self.row].astype(int)  # counted in the completion, 0 for the first
         self._sequences = sequences
         self.token = sequences.token_ids[counted]
         # whether it occurred before in prompt or completion, and how often in the completion
@@ -86,9 +97,9 @@ class DumpedTokens:
 
     @cached_property
     def k3(self) -> float:
-        """`rollout_corr/k3_kl` of these tokens."""
-        d = self.d.clip(-20, 20)
-        return float(np.mean(np.expm1(d) - d)) if len(d) else 0.0
+        """`rollout_corr/k3_kl` of these tokens, with the bound of the metric."""
+        powers = np.expm1(np.minimum(self.d, _LARGEST_POWER))
+        return float(np.mean(powers - self.d)) if len(self) else 0.0
 
     @cached_property
     def middle(self) -> np.ndarray:
@@ -124,6 +135,13 @@ class DumpedTokens:
         """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
+
+
+def _none_later(valid: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """For each token, whether no later one of its row is valid."""
+    last = np.full(int(rows.max(initial=-1)) + 1, -1)
+    last[rows[valid]] = np.flatnonzero(valid)  # the last of equal indices is kept
+    return np.asarray(np.arange(len(rows)) > last[rows])
 
 
 def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:

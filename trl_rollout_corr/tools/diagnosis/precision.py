@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .drift import complete_at_once, first_step, growing
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, relative_size, rms, spearman, typical
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, relative_size, rms, spearman, typical
 from .observed import DumpedTokens
 
 
@@ -87,12 +87,6 @@ def routing(o: DumpedTokens) -> Evidence | None:
     )
     most = 0.99 if o.about.get("experts") == "routed" else POSSIBLE
     return Evidence(kurtosis * tail, bounded(share), numbers, sentence, most=most)
-
-
-def by_token(o: DumpedTokens) -> float:
-    """Correlation of the log-ratios at two places with the same token: 0 for noise, more for other weights."""
-    here = o.core
-    return alike(o.token[here], relative_size(o, here))
 
 
 def _systematic(o: DumpedTokens, sentence: str) -> Evidence:

@@ -8,6 +8,7 @@ from ..translation.setting_files import settings_of_run
 from .causes import CAUSES, Cause, Test
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .observed import DumpedTokens
+from .parts import where
 from .precision import noise_floor
 
 
@@ -32,14 +33,18 @@ class Stage(NamedTuple):
         return [(name, CAUSES[name].test) for name in self.causes] + [(name, test) for name, test in late if test]
 
 
-_OF_SOME = {"nan_rows", "first_token", "last_token", "seams"}  # causes that act on some tokens only
+WITHOUT_RATIO = {"nan_rows", "missing"}  # causes of tokens without a log-ratio, which explain nothing of d^2
+_OF_SOME = {*WITHOUT_RATIO, "first_token", "last_token", "seams"}  # causes that act on some tokens only
 STAGES = (
-    Stage(("nan_rows",), floor=False),
+    Stage(("nan_rows", "missing"), several=True, floor=False),
     Stage(("shift",), ends=True),
     Stage(("not_sampled",), ends=True),
+    Stage(("later_turns",), ends=True),
     Stage(("first_token", "last_token", "seams"), several=True, floor=False),
-    Stage(("padding", "dropout"), ends=True),
+    Stage(("prefix_cache",), ends=True),
     Stage(("some_prompts",), ends=True),
+    Stage(("some_completions",), ends=True),
+    Stage(("padding", "dropout"), ends=True),
     Stage(("stale", "own_updates", "never_pushed", "adapter_missing", "standing_still", "lora_merge")),
     Stage(("truncation", "penalty", "temperature")),
 )
@@ -77,6 +82,7 @@ class Diagnosis(NamedTuple):
     in_effect: Mapping[str, object] = {}  # settings of the run, as far as they are known
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
     quiet: bool = False  # the run has a log without an alarm, in which every gap is small
+    where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that have the whole gap
 
     @property
     def expected(self) -> bool:
@@ -100,18 +106,19 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
             f"{len(o)} tokens of the loss have a log-probability of both policies: too few for a diagnosis"
         )
     findings, ended = _look(o, STAGES, without)
-    rest = 1 - sum(finding.share for finding in findings if finding.name != "nan_rows")
+    rest = 1 - sum(finding.share for finding in findings)
     # causes of all tokens hide the diffuse ones
     if not ended and not {x.name for x in findings} - _OF_SOME and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
-    # normal causes come last, however large
-    findings.sort(key=lambda finding: (finding.cause.normal, -finding.share * finding.certainty))
+    # tokens without a log-ratio come first, and normal causes last, however large
+    findings.sort(key=lambda x: (x.name not in WITHOUT_RATIO, x.cause.normal, -x.share * x.certainty))
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
     floor = None if o.coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
     n = int((o.lengths > 0).sum())
-    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet)
+    parts = () if verdict == "nothing" else tuple(where(o))
+    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet, parts)
 
 
 def _matters(o: DumpedTokens) -> bool:

@@ -38,10 +38,11 @@ def temperature(o: DumpedTokens) -> Evidence | None:
     total = max(float(np.square(d).sum()), 1e-300)
     explained = min(float(np.square(in_bins(x, d)).sum()) / total for x in sides)
     slope = float(np.cov(*sides)[0, 1] / sides[1].var())
-    numbers = {"share": explained, "slope": slope}
+    numbers = {"share": explained, "slope": slope, "ratio": mean(np.exp(d.clip(-20, 5)))}
     sentence = (
         "the log-probability of a token explains a share of {share} of d^2; the trainer's grows by {slope} nats for each nat "
-        "of the sampler's"
+        "of the sampler's; the mean of exp(d) is {ratio} (1 with another temperature, more if the log-probabilities are from "
+        "before the temperature)"
     )
     return Evidence(explained, bounded(explained), numbers, sentence)
 

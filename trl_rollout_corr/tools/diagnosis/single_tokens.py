@@ -5,8 +5,9 @@ log-probabilities of the sampled tokens.
 
 import numpy as np
 
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, rms, spearman, usual_size
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, rms, spearman, typical, usual_size
 from .observed import DumpedTokens
+from .parts import Split, begun, completions, growth
 
 
 # Quantile at which tokens are compared, because most tokens of a confident model have a log-ratio near 0
@@ -21,7 +22,19 @@ _FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
 _SURE = -1e-6  # log-probability that is 0 but for the digits of float32
 _IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution that no truncation leaves
 _FEW = 0.02  # smallest share of the tokens inside that are as unlikely as those at a place, to compare them
-_EQUAL = 5  # tokens of a completion with one value that are no chance
+_EQUAL = 5  # tokens with one value that are no chance
+_DIFFERENT = (
+    0.3  # nats, and standard deviations of all, that the trainer's values differ by where equal ones are fillers
+)
+_TWICE, _NEARLY = 2, 0.8  # least number of values of 0 that an engine forced, and share of them that are of one token
+_ALL, _OF_SEAMS = 0.95, 0.5  # share of d^2 that is in later turns, and largest share of it at their first tokens
+_ENOUGH_TOKENS, _EDGE = 30, 8  # tokens of a kind that are needed to compare turns, and places on each side of an edge
+_BEGUN = 0.8  # share of the completions that are off from their beginning, as by another sampler
+_CLEAN = 10.0  # how much smaller the gap of tokens is that have none
+_PADDED = (
+    0.9  # share of pairs of completions of which the one that is off has more padding, from which that explains it
+)
+_GROWS = 0.3  # rank correlation with the step from which a gap is said to grow
 
 
 def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
@@ -104,14 +117,46 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
 
 
 def nan_rows(o: DumpedTokens) -> Evidence | None:
-    n = len(o.broken_row)
+    """
+    Look for rows of logits that are NaN: the trainer's, or the sampler's from some token of a completion to its end, because a
+    NaN in the cache of keys and values makes all later rows NaN.
+    """
+    of_trainer = np.isnan(o.broken_train)
+    return _without_ratio(
+        o, of_trainer | (np.isnan(o.broken_rollout) & _in_a_run(o)), {"trainer": mean(of_trainer)},
+        "{tokens} tokens in {rows} completions, a share of {share}, have no log-ratio, because a log-probability is NaN: the "
+        "trainer's at a share of {trainer} of them, and otherwise the sampler's up to the end of the completion",
+    )  # fmt: skip
+
+
+def missing(o: DumpedTokens) -> Evidence | None:
+    """Look for single tokens that the sampler has no finite log-probability of, and the trainer has one."""
+    absent = ~np.isfinite(o.broken_rollout) & ~np.isnan(o.broken_train)
+    infinite = absent & np.isinf(o.broken_rollout)
+    return _without_ratio(
+        o, absent & ~(np.isnan(o.broken_rollout) & _in_a_run(o)), {"infinite": float(infinite.sum())},
+        "{tokens} tokens in {rows} completions, a share of {share}, have no finite log-probability of the sampler ({infinite} "
+        "are infinite, the others None or NaN), and the trainer and later tokens have one",
+    )  # fmt: skip
+
+
+def _in_a_run(o: DumpedTokens) -> np.ndarray:
+    """Of each broken token, whether it is one of several up to the end of its completion."""
+    run = np.bincount(o.broken_row, o.broken_to_the_end, minlength=len(o.lengths))
+    return np.asarray(o.broken_to_the_end & (run[o.broken_row] > 1))
+
+
+def _without_ratio(o: DumpedTokens, here: np.ndarray, more: dict[str, float], sentence: str) -> Evidence | None:
+    """Evidence of tokens without a log-ratio, which have no share of `d^2`."""
+    n = int(here.sum())
     if not n:
         return None
     share = n / o.n_tokens
-    numbers = {"tokens": float(n), "share": share, "rows": float(len(np.unique(o.broken_row)))}
-    return Evidence(
-        share, 1.0, numbers, "{tokens} tokens in {rows} completions have no finite log-probability, a share of {share}"
-    )
+    numbers = {"tokens": float(n), "rows": float(len(np.unique(o.broken_row[here]))), "share": share, **more}
+    first = int(np.flatnonzero(here)[0])
+    numbers |= {"step": float(o.step[o.broken_row[first]]), "place": float(o.broken_place[first] + 1)}
+    sentence += "; the first is token {place} of a completion of step {step}"
+    return Evidence(share, 0.0, numbers, sentence)
 
 
 def shift(o: DumpedTokens) -> Evidence | None:
@@ -140,24 +185,144 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
     tokens were sampled with the probabilities of the sampler, it is at most 1, whatever the trainer computes.
     """
     d, train, rollout = o.d[o.core], o.train[o.core], o.rollout[o.core]
-    zeros = rollout > _SURE
-    if (zeros & (d < _IMPLAUSIBLE)).sum() < _EQUAL:
+    zeros, forced = rollout > _SURE, _forced(o)
+    if (zeros & (d < _IMPLAUSIBLE)).sum() < _EQUAL and forced is None:
         zeros[:] = False
-    far, pairs = np.abs(d) > 1, np.stack([o.row[o.core], rollout])
-    _, group, counts = np.unique(pairs[:, far], axis=1, return_inverse=True, return_counts=True)
-    far[far] = counts[group.ravel()] >= _EQUAL
+    equal = _equal(o)[o.core]
     total, ratio = max(float(np.square(d).sum()), 1e-300), np.exp(d.clip(-20, 5))
     large, alike = np.abs(d) > 0.3, spearman(train, rollout)
     beyond = (mean(ratio) - 1) / max(float(ratio.std()) / max(len(d), 1) ** 0.5, 1e-12)
-    fillers, deep = (float(np.square(d[x]).sum()) / total for x in (zeros | far, d < _IMPLAUSIBLE))
+    fillers, deep = (float(np.square(d[x]).sum()) / total for x in (zeros | equal, d < _IMPLAUSIBLE))
     numbers = {"fillers": fillers, "zeros": mean(zeros), "deep": deep, "ratio": mean(ratio), "alike": alike}
+    numbers["completions"] = float(len(np.unique(o.row[o.core][zeros | equal])))
     signs = [
-        (fillers, fillers, "a share of {fillers} of d^2 comes from tokens whose values are 0 (a share of {zeros}) or equal, "
-         "while the trainer's differ from each other"),
+        (fillers, fillers, "a share of {fillers} of d^2 comes from tokens of {completions} completions whose values are 0 (a "
+         "share of {zeros}) or equal, while the trainer's differ from each other"),
         (deep if mean(d[large] < 0) > 0.98 else 0.0, 1.0, "no value is below the trainer's, and a share of {deep} of d^2 "
          "comes from tokens that the trainer finds 20 times less likely or more: no truncated sampling leaves so little"),
         (1 - alike if beyond > 6 else 0.0, 1.0, "the mean of exp(d) is {ratio}, where samples of any sampler have at most "
          "1, and the two sides have a rank correlation of {alike}"),
     ]  # fmt: skip
     statistic, share, sentence = max(signs)
-    return Evidence(statistic, bounded(share), numbers, sentence)
+    words = ""
+    if forced is not None and statistic == fillers:
+        times, token, words = forced
+        numbers |= {"times": float(times), "token": float(token)}
+        sentence += (
+            "; the value is 0 at {times} tokens with the number {token}, as where an engine forces a token, such as "
+        )
+        sentence += "the end of the reasoning after a budget"
+    return Evidence(statistic, bounded(share), numbers, sentence, words)
+
+
+def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
+    """
+    The token that the engine forced, with how often and the text of the first: nearly all implausible values of 0 are of one
+    token, and at most a few of a completion.
+    """
+    zeros = np.flatnonzero(o.core & (o.rollout > _SURE) & (o.d < _IMPLAUSIBLE))
+    tokens, counts = np.unique(o.token[zeros], return_counts=True)
+    if len(zeros) < _TWICE or counts.max() < _NEARLY * len(zeros):
+        return None
+    token = int(tokens[np.argmax(counts)])
+    here = zeros[o.token[zeros] == token]
+    return len(here), token, o.words(int(here[0]))
+
+
+def _equal(o: DumpedTokens) -> np.ndarray:
+    """
+    Tokens whose value the sampler has several times in a completion or in the dump, or has from the token before, while the
+    trainer's values differ as much as those of any tokens.
+    """
+    spread = max(_DIFFERENT, _DIFFERENT * float(o.train.std()))
+    surely = o.rollout < _SURE
+    equal = np.zeros(len(o), bool)
+    _, values = np.unique(o.rollout, return_inverse=True)
+    for keys in (values * (int(o.row.max(initial=0)) + 1) + o.row, values):
+        _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        means = np.bincount(group, o.train) / counts
+        variance = np.bincount(group, np.square(o.train - means[group])) / counts
+        equal |= surely & ((counts >= _EQUAL) & (variance > spread**2))[group]
+    before = np.flatnonzero((np.diff(o.row) == 0) & (np.diff(o.position) == 1) & (np.diff(o.rollout) == 0)) + 1
+    before = before[surely[before] & (np.abs(o.train[before] - o.train[before - 1]) > spread)]
+    if len(before) >= _EQUAL:
+        equal[before] = True
+    return equal
+
+
+def later_turns(o: DumpedTokens) -> Evidence | None:
+    """
+    Test whether the turns after the first have the gap, from their edge on: the tokens before an edge are sound, at places and
+    with lengths that the tokens behind it hardly differ in.
+    """
+    later = o.core & (o.turn_place > 0)
+    first = o.core & (o.turn_place == 0)
+    if later.sum() < _ENOUGH_TOKENS or first.sum() < _ENOUGH_TOKENS:
+        return None
+    level = np.abs(o.d) / np.maximum(usual_size(o, o.core), FLOOR)
+    sizes = [_typical(level[x]) for x in (first, later, first & _near_edge(o, before=True), later & _near_edge(o))]
+    least = max(0.05, FLOOR / max(rms(o.d[later]), FLOOR))
+    low, high, before, after = np.maximum(sizes, least)
+    share = bounded(float(np.square(o.d[later | (o.seam & (o.turn_place > 0))]).sum()) / max(o.total, 1e-300))
+    of_seams = bounded(float(np.square(o.d[o.seam]).sum()) / max(o.total, 1e-300))
+    numbers = {"first": rms(o.d[first]), "later": rms(o.d[later]), "turns": float(len(np.unique(o.turn[later]))),
+               "before": rms(o.d[first & _near_edge(o, before=True)]), "after": rms(o.d[later & _near_edge(o)])}  # fmt: skip
+    sentence = (
+        "|d| is {first} in the first turns of completions and {later} in the {turns} turns after them; it is {before} in the "
+        "last tokens before the second turn and {after} in the first ones of it"
+    )
+    found = share > _ALL and of_seams < _OF_SEAMS
+    return Evidence(float(min(high / low, after / before)) if found else 0.0, share, numbers, sentence)
+
+
+def _near_edge(o: DumpedTokens, *, before: bool = False) -> np.ndarray:
+    """Tokens of the first turn near its end, or of the second near its beginning, in completions that have a second."""
+    edges = np.full(len(o.lengths), np.inf)
+    second = o.turn_place == 1
+    np.minimum.at(edges, o.row[second], o.position[second])
+    distance = edges[o.row] - o.position if before else o.position - edges[o.row]
+    turn = 0 if before else 1
+    # a tool's answer is between the two turns
+    ends = np.full(len(o.lengths), -np.inf)
+    np.maximum.at(ends, o.row[o.turn_place == 0], o.position[o.turn_place == 0])
+    if before:
+        distance = np.where(np.isfinite(edges[o.row]), ends[o.row] - o.position, np.inf)
+    return np.asarray((o.turn_place == turn) & (distance <= _EDGE))
+
+
+def _typical(values: np.ndarray) -> float:
+    return typical(values) if values.size else 0.0
+
+
+def some_completions(o: DumpedTokens) -> Evidence | None:
+    """Test whether some completions have the gap, and others of the same step and age have none."""
+    parts = completions(o)
+    if parts is None or _of_turns_or_padding(o, parts):
+        return None
+    rest = ~parts.tokens
+    grows = growth(o, parts)
+    numbers = {
+        "completions": float(parts.off.sum()), "of": float(parts.of), "contrast": parts.contrast, "grows": grows,
+        "here": rms(o.d[parts.tokens & o.core]), "elsewhere": rms(o.d[rest & o.core]), "begun": begun(o, parts),
+    }  # fmt: skip
+    sentence = (
+        "|d| is {here} in {completions} of {of} completions, and {elsewhere} in the others of the same steps; a share of "
+        "{begun} of them is off from the first tokens on"
+    )
+    if grows > _GROWS:
+        sentence += "; it grows with the step there (rank correlation {grows}), as in a replica that gets no weights"
+    # a gap that begins inside a completion depends on its tokens
+    most = 0.99 if numbers["begun"] > _BEGUN and numbers["elsewhere"] < LARGE else POSSIBLE
+    return Evidence(parts.apart, bounded(parts.share), numbers, sentence, most=most)
+
+
+def _of_turns_or_padding(o: DumpedTokens, parts: Split) -> bool:
+    """Test whether only completions with later turns are off, and not in their first turns, or only those with padding."""
+    first, several = o.core & (o.turn_place == 0), np.unique(o.row[o.turn_place > 0])
+    off = parts.tokens & first
+    of_turns = rms(o.d[off]) < max(FLOOR, rms(o.d[parts.tokens]) / _CLEAN) and bool(np.isin(o.row[off], several).all())
+    rows_off = np.unique(o.row[parts.tokens])
+    rows_sound = np.setdiff1d(np.unique(o.row), rows_off)
+    padded, others = o.padding[rows_off], o.padding[rows_sound]
+    more = mean((padded[:, None] > others).astype(float) + (padded[:, None] == others) / 2)
+    return of_turns or more > _PADDED

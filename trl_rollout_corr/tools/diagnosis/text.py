@@ -9,7 +9,7 @@ from ..monitor.texts import preset_for
 from ..text import number, percent, yaml_lines
 from ..translation.setting_files import settings_of_run
 from .evidence import FLOOR, LARGE
-from .ranking import Diagnosis, Finding
+from .ranking import WITHOUT_RATIO, Diagnosis, Finding
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -39,6 +39,7 @@ def detail(diagnosis: Diagnosis) -> str:
         parts.append(
             f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be rounding."
         )
+    parts += diagnosis.where
     if diagnosis.verdict == "nothing":
         parts.append(
             f"Below {FLOOR:g} nats a correction of tokens changes nothing. Weights of completions add up d over all tokens, "
@@ -63,6 +64,13 @@ def evidence(finding: Finding) -> str:
 def sure(finding: Finding) -> str:
     """The certainty, in a word."""
     return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
+
+
+def explains(finding: Finding) -> str:
+    """What a cause explains, as the end of a sentence."""
+    if finding.name in WITHOUT_RATIO:
+        return "explains nothing of d^2, because these tokens have no d"
+    return f"explains {percent(round(finding.share, 2))} of d^2"
 
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
@@ -120,7 +128,7 @@ def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
         lines += [
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
-            f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), explains {percent(round(finding.share, 2))} of d^2",
+            f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), {explains(finding)}",
             f"   Evidence: {evidence(finding)}.",
         ]
         if remedies:
@@ -138,6 +146,7 @@ def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -
         "multiple_of_noise_floor": diagnosis.floor,
         "tokens": diagnosis.n_tokens,
         "sequences": diagnosis.n_sequences,
+        "where": list(diagnosis.where),
         "causes": [
             {
                 "cause": finding.name,

@@ -9,7 +9,7 @@ import pandas as pd
 from ...messages import capitalized
 from ...settings.config import RolloutCorrectionConfig
 from ..analysis.recommend import recommend
-from ..diagnosis.text import detail, evidence, headline, remedy_for, sure
+from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
 from ..dump.sequences import Sequences
 from ..monitor.rule import Alarm
 from ..text import number, percent, steps, yaml_lines
@@ -117,14 +117,14 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     level = "healthy" if diagnosis.healthy else "warning"
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), level)]
     for finding in diagnosis.findings:
-        share, certainty = percent(round(finding.share, 2)), percent(round(finding.certainty, 2))
+        certainty = percent(round(finding.certainty, 2))
         remedy, settings = remedy_for(diagnosis, finding)
         if diagnosis.expected:
             remedy, settings = f"Nothing has to be done. A smaller gap is possible: {finding.cause.remedy}", {}
         cards.append(
             Card(
                 capitalized(finding.cause.title),
-                f"{capitalized(sure(finding))} ({certainty}), explains {share} of d^2: {evidence(finding)}.",
+                f"{capitalized(sure(finding))} ({certainty}), {explains(finding)}: {evidence(finding)}.",
                 "" if diagnosis.expected or finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),

@@ -1,0 +1,183 @@
+"""Parts of the data that have the whole gap, where there are such: tokens, completions, turns, prompts."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..text import number
+from .evidence import FLOOR, rms, spearman, usual_size
+from .observed import DumpedTokens
+
+
+_ALL = 0.99  # share of d^2 that is called all of the gap
+_MOST = 0.95  # and the smallest that is worth a sentence
+_CONTRAST = 3.0  # smallest ratio of the levels of the two kinds of units
+_APART = 0.8  # smallest share of the variance of the logarithms of levels that is between the two kinds (0.64 in a Gaussian)
+_LIKELY, _SURELY = 3.0, 6.0  # ratios of neighbours at a split that are as good as shares of 0.8 and 0.9
+_CUT = 3.0  # usual sizes at which the log-ratio of a token is cut off, so that a few tokens do not decide about a unit
+_SOUND = 0.03  # share of the usual size below which units are equally sound
+_LENGTH = 5  # tokens of a unit that are enough to judge it
+_TIMES = 1.5  # completions of a prompt, from which prompts are units of their own
+_LEAST = 2  # units on each side of a split
+# Share of the units that are off whose level is so many times that of sound units of the same step and age
+_MIXED, _BEYOND = 0.7, 2.0
+_FEW, _SHOWN = 10, 3  # tokens that may have the whole gap, and how many of them are shown
+
+
+class Split(NamedTuple):
+    """Units, such as completions, that are split into those that are off and those that are sound."""
+
+    off: np.ndarray  # by unit that can be judged
+    of: int  # units
+    apart: float  # how clear the split is: ratio of the neighbouring levels, or as much as the two kinds are apart
+    contrast: float  # typical level of the units that are off over that of the others
+    tokens: np.ndarray  # of the units that are off, among all tokens
+    share: float  # of the sum of squares that they have
+
+    @property
+    def quantity(self) -> str:
+        """How much of the gap it is, as the beginning of a sentence."""
+        return _quantity(self.share)
+
+
+def _quantity(share: float) -> str:
+    return "All of the gap" if share >= _ALL else f"A share of {number(share)} of d^2"
+
+
+def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
+    """
+    Split units, whose number each token has (`(N,)`, below 0 for none), where their levels are furthest apart. `None` if they
+    are not apart, or if the step or the age of the samples explains it.
+    """
+    here = o.core & (units >= 0)
+    if not here.any():
+        return None
+    usual = usual_size(o, here)
+    here &= usual > FLOOR  # at tokens that both sides are sure of, no gap can be seen
+    if not here.any():
+        return None
+    names, unit = np.unique(units[here], return_inverse=True)
+    counts = np.bincount(unit)
+    levels = np.bincount(unit, np.minimum(np.abs(o.d[here]) / usual[here], _CUT)) / counts
+    judged = counts >= _LENGTH
+    if judged.sum() < 2 * _LEAST:
+        return None
+    # below a small share of the usual size, and below the floor, all units are equally sound
+    least = max(_SOUND, FLOOR / max(rms(o.d[here]), FLOOR))
+    place, apart, contrast = _place(np.sort(np.log(np.maximum(levels[judged], least))))
+    if apart < _LIKELY or contrast < _CONTRAST:
+        return None
+    off = levels >= np.sort(levels[judged])[place]
+    if not _beside_sound_ones(o, here, unit, np.maximum(levels, least), off & judged, ~off & judged):
+        return None
+    tokens = np.isin(units, names[off]) & (units >= 0)
+    share = float(np.square(o.d[tokens]).sum()) / max(o.total, 1e-300)
+    return Split(off, len(np.unique(units[units >= 0])), apart, contrast, tokens, share) if share >= _MOST else None
+
+
+def _place(levels: np.ndarray) -> tuple[int, float, float]:
+    """
+    Where to split logarithms of levels in ascending order: the first place of the upper kind, how far the kinds are apart, and
+    the ratio of their means. Otsu's criterion for two kinds of about equal number, the largest step for a few that are off.
+    """
+    n = len(levels)
+    places = np.arange(_LEAST, n - _LEAST + 1)
+    steps = np.exp(levels[places] - levels[places - 1])
+    sums, total = np.cumsum(levels), float(levels.sum())
+    lower, upper = sums[places - 1] / places, (total - sums[places - 1]) / (n - places)
+    between = places * (n - places) / n**2 * np.square(upper - lower) / max(float(levels.var()), 1e-12)
+    # on the scale of steps
+    otsu = _LIKELY + (_SURELY - _LIKELY) * (between - _APART) / 0.1
+    best = int(np.argmax(np.maximum(steps, otsu)))
+    return int(places[best]), float(max(steps[best], otsu[best])), float(np.exp(upper[best] - lower[best]))
+
+
+def _beside_sound_ones(
+    o: DumpedTokens, here: np.ndarray, unit: np.ndarray, levels: np.ndarray, off: np.ndarray, sound: np.ndarray
+) -> bool:
+    """Test whether most units that are off have sound ones of the same step and age next to them, which are far below them."""
+    ages = np.nan_to_num(o.staleness, nan=-1.0)
+    _, cell = np.unique(np.stack([o.step, ages]), axis=1, return_inverse=True)
+    cells = cell.ravel()[o.row[here]]
+    highest = np.full(int(cells.max()) + 1, np.inf)  # level of the sound units of a cell
+    for which in np.unique(cells[sound[unit]]):
+        highest[which] = levels[unit[(cells == which) & sound[unit]]].max()
+    beyond = np.zeros(len(levels))
+    np.maximum.at(beyond, unit, levels[unit] / highest[cells])
+    return bool((beyond[off] > _BEYOND).mean() >= _MIXED)
+
+
+def completions(o: DumpedTokens) -> Split | None:
+    """The completions that have the gap."""
+    return split(o, o.row)
+
+
+def where(o: DumpedTokens) -> list[str]:
+    """Sentences about the tokens, prompts, turns or completions that have all of the gap; none if it is everywhere."""
+    if o.size < FLOOR:
+        return []
+    if tokens := _single_tokens(o):
+        return [tokens]
+    sentences = []
+    prompts = split(o, o.prompt[o.row])
+    rows = completions(o)
+    if prompts is not None and prompts.of * _TIMES <= len(np.unique(o.row)):
+        sentences.append(f"{prompts.quantity} is in {_count(prompts, 'prompts')}.")
+    if later := _in_later_turns(o):
+        sentences.append(later)
+    elif rows is not None:
+        sentences.append(f"{rows.quantity} is in {_count(rows, 'completions')}.")
+    return sentences
+
+
+def _in_later_turns(o: DumpedTokens) -> str:
+    """A sentence about the turns after the first, if they have all of the gap; else empty."""
+    later = o.turn_place > 0
+    if not later.any() or later.all():
+        return ""
+    share = float(np.square(o.d[later]).sum()) / o.total
+    if share < _MOST or rms(o.d[later]) < _CONTRAST * rms(o.d[~later]):
+        return ""
+    turns, every = len(np.unique(o.turn[later])), len(np.unique(o.turn))
+    return f"{_quantity(share)} is in the turns after the first of a completion, {turns:,} of {every:,} turns."
+
+
+def _count(parts: Split, units: str) -> str:
+    return f"{int(parts.off.sum()):,} of {parts.of:,} {units}"
+
+
+def _single_tokens(o: DumpedTokens) -> str:
+    """A sentence about the few tokens that have all of the gap; empty if there are none."""
+    order = np.argsort(-np.abs(o.d))
+    sums = np.cumsum(np.square(o.d[order]))
+    n = int(np.searchsorted(sums, _ALL * sums[-1])) + 1
+    if n > min(_FEW, len(o) / 100):
+        return ""
+    shown = "; ".join(_token(o, int(i)) for i in order[: min(n, _SHOWN)])
+    first = " the largest are" if n > _SHOWN else ""
+    return f"All of the gap is in {n} of {len(o):,} tokens:{first} {shown}."
+
+
+def _token(o: DumpedTokens, i: int) -> str:
+    sides = f"{number(o.train[i])} in the trainer and {number(o.rollout[i])} in the sampler"
+    return f"token {o.position[i] + 1} of a completion of step {o.step[o.row[i]]}{o.words(i)}, with {sides}"
+
+
+def growth(o: DumpedTokens, parts: Split) -> float:
+    """Rank correlation of the step with the size of the log-ratio, at the tokens of the units that are off."""
+    here = parts.tokens & o.core
+    return spearman(o.step[o.row[here]].astype(float), np.abs(o.d[here]))
+
+
+def begun(o: DumpedTokens, parts: Split) -> float:
+    """
+    Share of the completions that are off from their first tokens on: one of the first three at which a gap can be seen is
+    further off than tokens of sound completions are.
+    """
+    usual = usual_size(o, o.core)
+    visible = o.core & (usual > FLOOR)
+    sound = rms((o.d / np.maximum(usual, FLOOR))[visible & ~parts.tokens])
+    far = np.abs(o.d) > np.maximum(3 * sound * usual, FLOOR / 2)
+    here = np.flatnonzero(visible & parts.tokens)
+    starts = np.flatnonzero(np.diff(o.row[here], prepend=-1))
+    return float(np.mean([far[here[i : i + 3]].any() for i in starts])) if len(starts) else 0.0
