@@ -54,6 +54,7 @@ def masks(value):
         (put("logprobs", lambda row: [[x] for x in row], at=[1]), r"`logprobs\[1\]` must be a flat list"),
         (put("logprobs", "-0.5", at=[1, 2]), r"`logprobs\[1\]\[2\]` must be a number or None, got '-0.5'"),
         (put("logprobs", 1.0, at=[1, 2]), r"`logprobs\[1\]\[2\]` is 1, but a log-probability is at most 0"),
+        (put("logprobs", float("inf"), at=[1, 2]), r"`logprobs\[1\]\[2\]` is inf, but a log-probability is at most 0"),
         (put("logprobs", lambda row: [math.exp(x) for x in row], at=[0]), r"`logprobs\[0\]\[\d\]` is 0\.\d+, but a log-"),
         (put("logprobs", lambda row: torch.tensor(row).neg(), at=[3]), r"`logprobs\[3\]\[0\]` is \d.*, but a log-prob"),
         (put("completion_ids", None), "`completion_ids` must have one list of tokens for each of the 8 prompts, got None"),

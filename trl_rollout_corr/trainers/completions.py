@@ -74,7 +74,7 @@ def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
     One that is above 0 by more than rounding is a `ValueError` where `sampled`, `(T,)`, is true.
     """
     values = np.asarray(logps, dtype=np.float32)
-    above = np.flatnonzero(sampled & (values > _ROUNDING) & (values < np.inf))
+    above = np.flatnonzero(sampled & (values > _ROUNDING))
     if len(above):
         raise ValueError(
             f"`{name}[{above[0]}]` is {values[above[0]]:.6g}, but a log-probability is at most 0. Return the logarithm of the "
