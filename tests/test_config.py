@@ -16,15 +16,21 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 import trl_rollout_corr
+from tests.dumps import make_dump, read_dump
 from tests.launching import HAS_ASYNCHRONOUS
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.messages import SettingError
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
 from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, settings_of
+from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.dump.folder import write_rows
+from trl_rollout_corr.tools.translation.setting_files import read_settings
+from trl_rollout_corr.trainers.metadata import settings_in_effect
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}
+TRL = "vllm_importance_sampling_"
 CLASSES = ["GRPO", "RLOO", *(["AsyncGRPO"] if HAS_ASYNCHRONOUS else [])]
 
 
@@ -63,9 +69,21 @@ def other_values(name, preset):
     }[name]
 
 
+def takes_fields(name):
+    """Whether fields may be given beside a preset."""
+    try:
+        settings(rollout_correction=name, rollout_is=settings_of(name)["rollout_is"])
+    except SettingError:
+        return False
+    return True
+
+
 def cases():
     """Presets, each with every field that it decides, equal to its value and different; and with all fields at once."""
-    for name in PRESETS.keys() - {"trl"}:  # which refuses them: `test_trl_correction.py`
+    for name in PRESETS:
+        if not takes_fields(name):
+            yield {"rollout_correction": name}
+            continue
         preset = settings_of(name)
         equal = {key: value for key, value in preset.items() if value is not None or key != "rollout_rs_threshold"}
         others = [other for field in UNSET for other in other_values(field, preset)]
@@ -119,6 +137,8 @@ def saved_and_loaded(config):
 def check(config, fields):
     """Assert that fields given beside a preset have their values, and all others those of the preset."""
     found, preset = config.settings, settings_of(fields["rollout_correction"])
+    if found.by_trl:
+        preset |= config._of_trl()
     if fields.get("rollout_rs", preset["rollout_rs"]) != preset["rollout_rs"]:
         preset["rollout_rs_threshold"] = None  # of other criteria
     for name, value in {**preset, **fields}.items():
@@ -150,9 +170,45 @@ def test_a_value_of_the_user_is_never_replaced(name, tmp_path):
 
 
 @quietly
+@pytest.mark.parametrize("name", CLASSES[:2])
+def test_settings_in_effect_come_back_from_a_dump_as_they_are(name, tmp_path):
+    config_class, found = getattr(trl_rollout_corr, f"RolloutCorrected{name}Config"), {}
+    (row,) = read_dump(make_dump(tmp_path / "other", steps=1, rows=1, length=8, tools=False)).rows
+    trl = [{f"{TRL}mode": mode} for mode in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")]
+    trl += [
+        {f"{TRL}mode": "token_truncate", f"{TRL}clip_max": None, f"{TRL}clip_min": 0.9},
+        {f"{TRL}correction": False},
+    ]
+    runs = [{"rollout_correction": name} for name in (*PRESETS, None)]
+    runs += [{"rollout_correction": "trl", **fields} for fields in trl if name == "GRPO"]
+    runs += [{"rollout_is": "geometric"}, {"rollout_correction": "trl", "rollout_nan_policy": "raise"}]
+    for i, fields in enumerate(runs):
+        config = config_class(**MACHINE, **fields)
+        write_rows(tmp_path / str(i), 1, 0, [row], settings_in_effect(config))
+        assert read_run(str(tmp_path / str(i))).settings == config.settings, fields
+        found[str(fields)] = config.settings
+    assert len({*map(str, found.values())}) > len(PRESETS)
+
+
+def test_a_dump_may_name_a_part_of_its_settings(tmp_path):
+    for fields in ({}, {"rollout_correction": "trl"}, {"rollout_correction": "auto", "rollout_is": "token"}):
+        assert read_settings(fields, "") == settings(**fields)
+    of_trl = {"rollout_correction": "trl", "rollout_is": "token", "rollout_is_threshold": 2.0}
+    assert read_settings(of_trl, "").bounding[:3] == ("token", None, 2.0)
+    written = dataclasses.asdict(settings(rollout_correction="auto"))
+    older = {key: value for key, value in written.items() if key != "rollout_diagnose"}
+    assert read_settings(older, "") == settings(rollout_correction="auto")
+    given = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
+    assert read_settings(given, "") == settings()  # of a configuration, not of a run
+    for name, value in [("rollout_is", 3), ("rollout_rs_threshold", [2.0]), ("rollout_magic", 1)]:
+        with pytest.raises(ValueError, match=f"^in the dump: `{name}` .*"):
+            read_settings({**written, name: value}, "in the dump")
+
+
+@quietly
 @given(st.data())
 def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
-    preset = data.draw(st.sampled_from([*sorted(PRESETS.keys() - {"trl"}), None]))
+    preset = data.draw(st.sampled_from([*sorted(filter(takes_fields, PRESETS)), None]))
     of_preset = settings_of(preset)
     rows = {
         "rollout_is": [of_preset["rollout_is"], None, *LEVELS],

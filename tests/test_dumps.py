@@ -31,7 +31,7 @@ from trl_rollout_corr.tools.dump.columns import FORMAT, SCHEMA
 from trl_rollout_corr.tools.dump.folder import files_of
 from trl_rollout_corr.tools.dump.reading import open_dump
 from trl_rollout_corr.tools.dump.sequences import Sequences
-from trl_rollout_corr.tools.translation.setting_files import config_of_run
+from trl_rollout_corr.tools.translation.setting_files import read_settings
 
 
 MODES = {
@@ -128,10 +128,10 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
 def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
     make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()
     dump = read_dump(tmp_path / "dump")
-    config = config_of_run(dump.settings, "")
+    settings = read_settings(dump.settings, "")
     for row in dump.rows:
         logps = [torch.tensor([row[name]]) for name in ("train_logps", "rollout_logps")]
-        correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), config)
+        correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), settings)
         assert correction.coefficients[0].tolist() == pytest.approx(row["coefficients"], rel=1e-5)
         assert correction.keep[0].tolist() == row["keep"]
 
@@ -213,7 +213,7 @@ def test_what_json_does_not_know_ends_no_run_and_can_be_read_back(make, tmp_path
     trainer.callback_handler.callbacks.insert(0, callback)  # before the dump
     assert len(losses(trainer)) == 2
     written = read_dump(tmp_path / "dump")
-    read = config_of_run(written.settings, "").rollout_engine_kwargs
+    read = read_settings(written.settings, "").rollout_engine_kwargs
     assert read == {
         "dtype": "float16",
         "hf_overrides": {"head_dtype": "float32", "rope_theta": 2.0, "3": [1, ["a"]]},

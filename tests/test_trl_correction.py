@@ -1,6 +1,10 @@
 """`rollout_correction: trl`, which keeps TRL's own correction, and configurations of ours in TRL's own trainers."""
 
+import html
+import io
+import json
 import warnings
+from contextlib import redirect_stdout
 
 import pytest
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -13,6 +17,9 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOTrainer,
     RolloutCorrectionConfig,
 )
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.text import yaml_lines
 from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
@@ -42,14 +49,35 @@ def make(tiny_model_path, tmp_path, shared_engine):
     return make
 
 
+def assert_every_command_reads(trainer, folder, of_trl):
+    """See that `report`, `compare` and `diagnose` read the settings of a run with `trl`, and show what the user has set."""
+    assert read_run(str(folder)).settings == trainer._settings
+    trainer.state.save_to_json(str(folder / "trainer_state.json"))
+    assert printed("report", folder, "-o", folder / "report.html")
+    page = html.unescape((folder / "report.html").read_text())
+    assert yaml_lines({"rollout_correction": "trl", **of_trl}) in page
+    assert "rollout_is: " not in page  # which cannot be set beside it
+    table = printed("compare", folder)
+    assert all(f"`{line}`" in table for line in yaml_lines(of_trl).splitlines())
+    assert json.loads(printed("diagnose", folder, "--json"))["tokens"] > 0
+
+
+def printed(*arguments):
+    """What a command prints, which must not refuse its input."""
+    with redirect_stdout(io.StringIO()) as output:
+        assert main([*map(str, arguments)]) in (0, 1)
+    return output.getvalue()
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_loss_of_the_unchanged_script_is_kept_bit_for_bit(make, mode):
+def test_the_loss_of_the_unchanged_script_is_kept_bit_for_bit(make, mode, tmp_path):
     fields = {OF_TRL + name: value for name, value in mode.items()}
     expected = losses(make(*GRPO[0], **fields))
-    ours = make(*GRPO[1], rollout_correction="trl", **fields)
+    ours = make(*GRPO[1], rollout_correction="trl", rollout_dump_dir=str(tmp_path / "dump"), **fields)
     assert losses(ours) == expected
     assert min(logged(ours, "k3_kl")) > 1e-4
+    assert_every_command_reads(ours, tmp_path, fields)
     corrects = mode.get("correction", True)
     assert ours._settings.corrects is corrects
     assert bool(logged(ours, "rollout_is_mean")) is corrects
@@ -86,10 +114,11 @@ def test_the_weights_that_are_reported_are_those_of_trl(make):
 
 
 @pytest.mark.vllm
-def test_for_rloo_it_is_no_correction(make):
+def test_for_rloo_it_is_no_correction(make, tmp_path):
     expected = losses(make(*RLOO[0]))
-    ours = make(*RLOO[1], rollout_correction="trl")
+    ours = make(*RLOO[1], rollout_correction="trl", rollout_dump_dir=str(tmp_path / "dump"))
     assert losses(ours) == expected
+    assert_every_command_reads(ours, tmp_path, {})
     assert not ours._settings.corrects
     assert min(logged(ours, "k3_kl")) > 1e-4
 

@@ -64,4 +64,6 @@ def coefficients(
     train_logps, rollout_logps = problem.logps(problem.logits.log_softmax(-1)), problem.logps(table)
     everywhere = torch.ones_like(train_logps)
     found = compute_rollout_correction(train_logps, rollout_logps, everywhere, config, advantages=advantages)
-    return policy_factor(found.coefficients, train_logps - rollout_logps, advantages.unsqueeze(1), config, CLIP)
+    return policy_factor(
+        found.coefficients, train_logps - rollout_logps, advantages.unsqueeze(1), config.settings, CLIP
+    )

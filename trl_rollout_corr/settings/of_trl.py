@@ -12,7 +12,8 @@ from ..messages import SettingError, nearest
 from .thresholds import none_if_null, parse_truth, parse_weight_threshold
 
 
-TRL_KEYS = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
+_TRL = "vllm_importance_sampling_"
+TRL_KEYS = tuple(f"{_TRL}{name}" for name in ("correction", "mode", "clip_max", "clip_min", "cap"))
 # Keys of TRL and of verl that are true or false
 TRUTH_KEYS = (
     "rollout_is_batch_normalize",
@@ -71,3 +72,10 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
     fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
     return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
+
+
+def given_to_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL's `vllm_importance_sampling_*` settings among those of a run, without the ones that have TRL's default."""
+    defaults = {"correction": True, "mode": "sequence_mask", "clip_max": 3.0, "clip_min": None, "cap": None}
+    values = {key: settings.get(key, defaults[key.removeprefix(_TRL)]) for key in TRL_KEYS}
+    return {key: value for key, value in values.items() if value != defaults[key.removeprefix(_TRL)]}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
-from .fields import MonitorAction
+from .fields import PARSERS, MonitorAction
 from .presets import DEFAULT, UNSET, settings_of
 from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
 
@@ -43,6 +43,19 @@ class Settings:
     rollout_dump_sampled: int
     rollout_dump_worst: int
     rollout_dump_max_gb: float
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> "Settings":
+        """
+        Settings that a run has written, by name of their field. They are in effect already, so no preset decides any of them
+        again. A `ValueError` if a value is none that a run writes.
+        """
+        values = {name: parse(written[name]) for name, parse in PARSERS.items()}
+        if values["rollout_rs"]:
+            values["rollout_rs_threshold"] = parse_rejection_thresholds(
+                values["rollout_rs_threshold"], values["rollout_rs"]
+            )
+        return cls(**values)
 
     @property
     def mode(self) -> str:

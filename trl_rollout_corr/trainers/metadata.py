@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..messages import plain, warn
+from ..settings.of_trl import TRL_KEYS
 
 
 # Fields of TRL that a diagnosis advises to set, or that rules and `compare` read. Of mappings, only these keys: others may be
@@ -28,6 +29,7 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
     "temperature": (),
     "top_k": (),
     "top_p": (),
+    **dict.fromkeys(TRL_KEYS, ()),
 }
 
 

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 from ...messages import warn
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.of_trl import given_to_trl
 from ...settings.presets import DEFAULT, PRESETS
+from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
 from ..dump.reading import open_dump
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.examine import examine
 from ..monitor.texts import ADVISED
 from ..text import number, three_decimals, yaml_lines
-from ..translation.setting_files import config_of_run, read_config
+from ..translation.setting_files import read_config, read_settings
 from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
 from .run import clip_range, log_of_dump
@@ -48,10 +50,8 @@ class Comparison(NamedTuple):
     """The numbers and sentences that are printed."""
 
     batch: Batch  # the sequences
-    config: RolloutCorrectionConfig  # of the run
-    effects: list[
-        tuple[str, RolloutCorrectionConfig, Effect]
-    ]  # of each setting: its name in the table, and its fields
+    run: Settings  # in effect in the run
+    effects: list[tuple[str, Settings, Effect]]  # of each row of the table: its name and its settings
     left_out: int  # presets without a row
     spread: Spread  # of the log-ratio
     notes: list[str]  # about the sequences and the run
@@ -68,13 +68,13 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     dump = open_dump(path, _COLUMNS, worst=False)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    sequences, config = dump.sequences, config_of_run(dump.settings, "the settings in the dump")
+    sequences, run = dump.sequences, read_settings(dump.settings, "the settings in the dump")
     if not sequences.sampled.any():
         raise ValueError(
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    findings = examine(log_of_dump(dump.path), config.settings, num_iterations=iterations_of(dump.settings))
+    findings = examine(log_of_dump(dump.path), run, num_iterations=iterations_of(dump.settings))
     notes = [f"{dump.sample}."] if dump.sample else []
     if alarm := first_alarm(findings):
         notes.append(
@@ -83,63 +83,63 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
         )
     batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
-    best = recommend(config.settings, findings, spread.s)
-    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, config)
-    settings = {_THIS_RUN: config, **({_FITTED: RolloutCorrectionConfig(**fitted)} if fitted else {})}
-    presets = {name: RolloutCorrectionConfig(rollout_correction=name) for name in (_REFERENCE, *PRESETS)}
-    chosen = presets if as_json else {name: presets[name] for name in _main_presets(config, presets)}
+    best = recommend(run, findings, spread.s)
+    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, run)
+    settings = {_THIS_RUN: run, **({_FITTED: RolloutCorrectionConfig(**fitted).settings} if fitted else {})}
+    presets = {name: RolloutCorrectionConfig(rollout_correction=name).settings for name in (_REFERENCE, *PRESETS)}
+    chosen = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
     settings |= chosen
-    settings |= {file: read_config(file) for file in files}
+    settings |= {file: read_config(file).settings for file in files}
     effects = _effects(batch, settings, clip_range(dump.settings), notes)
+    if run.by_trl and (of_trl := given_to_trl(dump.settings)):
+        lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
+        notes.append(f"This run has `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
-    comparison = Comparison(batch, config, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
+    comparison = Comparison(batch, run, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
-def _fitted(spread: Spread, config: RolloutCorrectionConfig) -> dict[str, Any] | None:
+def _fitted(spread: Spread, run: Settings) -> dict[str, Any] | None:
     """Settings whose bounds fit the spread; `None` if the policies have almost nothing in common."""
     lower, upper = suggest_bounds(spread)
     bounds = {"rollout_rs_threshold": [lower, upper]}
-    return {"rollout_correction": _REJECTING[config.settings.mode], **bounds} if lower else None
+    return {"rollout_correction": _REJECTING[run.mode], **bounds} if lower else None
 
 
 def _effects(
-    batch: Batch, settings: dict[str, RolloutCorrectionConfig], clip: tuple[float, float], notes: list[str]
-) -> list[tuple[str, RolloutCorrectionConfig, Effect]]:
+    batch: Batch, settings: dict[str, Settings], clip: tuple[float, float], notes: list[str]
+) -> list[tuple[str, Settings, Effect]]:
     """The effect of each setting."""
-    effects, config = [], RolloutCorrectionConfig()
-    broken = sum(int(block.tokens(config).broken.sum()) for block in batch.blocks)
+    effects = []
+    broken = sum(int(block.tokens(neutralize=False).broken.sum()) for block in batch.blocks)
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
-    for name, config in settings.items():
+    for name, tried in settings.items():
         effect = Effect()
-        if broken and config.settings.rollout_nan_policy == "raise":
+        if broken and tried.rollout_nan_policy == "raise":
             notes.append(f"{name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
-            effect = recompute(batch, config, clip=clip, as_dumped=name == _THIS_RUN)
-        effects.append((name, config, effect))
-    if settings[_THIS_RUN].settings.rollout_metrics_only:
+            effect = recompute(batch, tried, clip=clip, as_dumped=name == _THIS_RUN)
+        effects.append((name, tried, effect))
+    if settings[_THIS_RUN].rollout_metrics_only:
         notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
     if not any(block.advantages.any() for block in batch.blocks):
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     return effects
 
 
-def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, RolloutCorrectionConfig]) -> list[str]:
+def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     """
     The presets that matter for a run: its own, the reference, the default, the one that is advised in each mode, the one whose
     bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
     """
-    mode = config.settings.mode
-    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(config.settings.rollout_correction)}
+    mode = run.mode
+    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
     return [
         name
         for name, preset in presets.items()
         if name in named
-        or (
-            preset.settings.mode == mode
-            and (mode != "decoupled" or (preset.settings.bounding is None) != (not preset.settings.criteria))
-        )
+        or (preset.mode == mode and (mode != "decoupled" or (preset.bounding is None) != (not preset.criteria)))
     ]
 
 
@@ -147,8 +147,8 @@ def _main_presets(config: RolloutCorrectionConfig, presets: Mapping[str, Rollout
 
 
 def _as_markdown(c: Comparison) -> str:
-    bypasses = c.config.settings.bypass_mode
-    mode = f"bypass, {c.config.settings.mode}" if bypasses else "decoupled"
+    bypasses = c.run.bypass_mode
+    mode = f"bypass, {c.run.mode}" if bypasses else "decoupled"
     policy = "current" if bypasses else "old"
     s = c.spread.s
     half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
@@ -212,9 +212,9 @@ def _as_json(c: Comparison) -> str:
                 "name": name,
                 "reference": name == _REFERENCE,
                 **effect._asdict(),
-                "fields": dataclasses.asdict(config.settings),
+                "fields": dataclasses.asdict(settings),
             }
-            for name, config, effect in c.effects
+            for name, settings, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "mean_length": c.spread.lengths.mean().item()},
         "suggestion": c.fitted,

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from ...correction.compute import RolloutCorrection, compute_rollout_correction
 from ...correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
 from ...messages import PREFIX
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings
 from ..dump.sequences import Sequences, pad
 
 
@@ -28,9 +29,8 @@ class Block(NamedTuple):
     coefficients: torch.Tensor  # factor of the policy gradient in the run
     advantages: torch.Tensor  # `(B, 1)`; 0 if it is not finite
 
-    def tokens(self, config: RolloutCorrectionConfig) -> Tokens:
-        """Tokens that count under a configuration."""
-        neutralize = config.settings.rollout_nan_policy == "neutralize"
+    def tokens(self, *, neutralize: bool) -> Tokens:
+        """Tokens that count. `neutralize`: one without a finite log-probability counts, too, with a ratio of 1."""
         return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
 
 
@@ -95,19 +95,17 @@ def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows:
     return Block(**padded, advantages=advantages)
 
 
-def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig) -> dict[str, np.ndarray]:
+def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:
     """
-    By criterion of a configuration, the tokens of a sequence that it rejects: boolean, one for each token. Empty if together
+    By criterion of settings, the tokens of a sequence that it rejects: boolean, one for each token. Empty if together
     they reject other tokens than the run did.
     """
-    settings, here = config.settings, sequences.slice(row)
+    here = sequences.slice(row)
     of_loss = sequences.mask[here]
     (block,) = batch_of(sequences, np.arange(len(sequences)) == row).blocks
     found = {}
     for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
-        fields: dict[str, Any] = {"rollout_rs": [name], "rollout_rs_threshold": [threshold]}
-        fields["rollout_nan_policy"] = settings.rollout_nan_policy
-        alone = RolloutCorrectionConfig(rollout_correction=None, **fields)
+        alone = replace(settings, rollout_is=None, rollout_rs=[name], rollout_rs_threshold=[threshold])
         correction = compute_rollout_correction(
             block.train_logps,
             block.rollout_logps,
@@ -117,7 +115,8 @@ def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig)
             turn_ids=block.turn,
         )
         rejected = np.zeros(len(of_loss), bool)
-        rejected[of_loss] = (block.tokens(alone).valid.bool() & ~correction.keep.bool())[0].numpy()
+        valid = block.tokens(neutralize=alone.rollout_nan_policy == "neutralize").valid.bool()
+        rejected[of_loss] = (valid & ~correction.keep.bool())[0].numpy()
         found[name] = rejected
     together = np.any([*found.values()], 0) if found else np.zeros(len(of_loss), bool)
     gone = of_loss & ~sequences.keep[here] & np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
@@ -126,23 +125,23 @@ def rejected_by(sequences: Sequences, row: int, config: RolloutCorrectionConfig)
 
 def recompute(
     batch: Batch,
-    config: RolloutCorrectionConfig,
+    settings: Settings,
     *,
     clip: tuple[float, float],
     as_dumped: bool = False,
 ) -> Effect:
-    """Correct sequences with a configuration, or `as_dumped`: with what the run itself wrote."""
-    corrections = _correct(batch, config)
+    """Correct sequences with settings, or `as_dumped`: with what the run itself wrote."""
+    corrections, neutralize = _correct(batch, settings), settings.rollout_nan_policy == "neutralize"
     tokens = kept = 0.0
     coefficient, products = 0.0, torch.zeros(3, dtype=torch.float64)
     for block, correction in zip(batch.blocks, corrections, strict=True):
-        counted = block.tokens(config)
+        counted = block.tokens(neutralize=neutralize)
         keep, coefficients = (
             (block.keep, block.coefficients) if as_dumped else (correction.keep, correction.coefficients)
         )
-        if config.settings.clips_around_sampler:
+        if settings.clips_around_sampler:
             coefficients = coefficients * (counted.log_ratio.abs() <= LOG_RATIO_BOUND)  # PPO's gradient ends there
-        factor = policy_factor(coefficients, counted.log_ratio, block.advantages, config, clip)
+        factor = policy_factor(coefficients, counted.log_ratio, block.advantages, settings, clip)
         tokens += counted.lengths.sum(dtype=torch.float64).item()
         kept += keep.sum().item()
         coefficient += coefficients.sum(dtype=torch.float64).item()
@@ -150,14 +149,14 @@ def recompute(
     statistics = sum((x.statistics for x in corrections[1:]), corrections[0].statistics)
     share = float("nan") if not tokens else 1 / tokens
     return Effect(
-        None if not config.settings.criteria else 1 - kept * share,
+        None if not settings.criteria else 1 - kept * share,
         statistics.finish().get(f"{PREFIX}rollout_is_eff_sample_size"),
         coefficient * share,
         *_compared(*products.tolist()),
     )
 
 
-def _correct(batch: Batch, config: RolloutCorrectionConfig) -> list[RolloutCorrection]:
+def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
     """The correction of each block. What refers to a whole batch, such as the mean of the weights, refers to all blocks."""
 
     def correct(sum_over_blocks: Callable[[torch.Tensor], torch.Tensor]) -> list[RolloutCorrection]:
@@ -166,7 +165,7 @@ def _correct(batch: Batch, config: RolloutCorrectionConfig) -> list[RolloutCorre
                 block.train_logps,
                 block.rollout_logps,
                 block.mask,
-                config,
+                settings,
                 advantages=block.advantages[:, 0],
                 turn_ids=block.turn,
                 sum_over_ranks=sum_over_blocks,
@@ -191,17 +190,17 @@ def policy_factor(
     coefficients: torch.Tensor,
     log_ratio: torch.Tensor,
     advantages: torch.Tensor,
-    config: RolloutCorrectionConfig,
+    settings: Settings,
     clip: tuple[float, float],
 ) -> torch.Tensor:
     """
     Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`. Around the sampler it is PPO's
     ratio until it is clipped; in the other modes the ratio of the policy to itself is 1.
     """
-    if not config.settings.clips_around_sampler:
+    if not settings.clips_around_sampler:
         return coefficients
     lower, upper = clip
-    largest = float(config.settings.rollout_clip_ratio_c or math.inf)
+    largest = float(settings.rollout_clip_ratio_c or math.inf)
     ratio = log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
     clipped = torch.where(advantages > 0, ratio > upper, (ratio < lower) | (ratio > largest))
     return coefficients * ratio * ~clipped

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from ...messages import PREFIX, SelfContainedError, warn
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings, in_words
 from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, log_entries, read_json, read_logs
 from ..dump.reading import Dump, open_dump
 from ..monitor.windows import is_training_window
-from ..translation.setting_files import config_of_run
+from ..translation.setting_files import read_settings
 
 
 STATE = "trainer_state.json"
@@ -27,7 +27,7 @@ class Run(NamedTuple):
     entries: list[dict[str, object]]  # log of training: one for each logging window, with the optimizer step as `step`
     log: pd.DataFrame  # its numbers: a row per entry, `step` as index, and NaN where a metric was not logged
     dump: Dump | None
-    config: RolloutCorrectionConfig | None  # from the dump
+    settings: Settings | None  # in effect, from the dump
     about: Mapping[str, str]  # its model, trainer, correction and date, as far as they are known
     damage: list[str]  # a sentence about each file or part that could not be read, or is missing
 
@@ -55,7 +55,7 @@ def _read(path: Path) -> Run:
         states, folder = [], path
     if not states and folder is None:
         raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a run ({STATE})")
-    dump, config = None, None
+    dump, settings = None, None
     damage: list[str] = []
     entries: list[dict[str, Any]] = []
     about: dict[str, str] = {}
@@ -63,19 +63,19 @@ def _read(path: Path) -> Run:
         entries = _first_readable(states, damage, needed=folder is None)
     if folder is not None:
         dump = open_dump(path, _COLUMNS)
-        config = config_of_run(dump.settings, "the settings in the dump cannot be read")
+        settings = read_settings(dump.settings, "the settings in the dump cannot be read")
         damage += dump.damage
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also has the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
-        about["correction"] = config.description
+        about["correction"] = in_words(settings)
         entries = [*read_logs(folder), *entries]
     merged = _merge(entries)
     if not merged and dump is None:
         raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
     numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
     log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
-    return Run(merged, log, dump, config, about, damage)
+    return Run(merged, log, dump, settings, about, damage)
 
 
 def _other_dumps(folder: Path, chosen: Path) -> list[str]:

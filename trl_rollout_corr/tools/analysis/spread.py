@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from ...correction.functional import LOG_RATIO_BOUND
-from ...settings.config import RolloutCorrectionConfig
 from .recompute import Batch
 
 
@@ -28,10 +27,9 @@ class Spread(NamedTuple):
 
 def spread_of(batch: Batch) -> Spread:
     """Spread of the log-ratio over tokens with a finite log-probability of both policies; a `ValueError` without any."""
-    config = RolloutCorrectionConfig()
     lengths, d = [], []
     for block in batch.blocks:
-        tokens = block.tokens(config)
+        tokens = block.tokens(neutralize=False)
         valid = tokens.valid > 0
         lengths.append(valid.sum(1).double())
         d.append(tokens.log_ratio[valid].double())

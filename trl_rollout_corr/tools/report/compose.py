@@ -8,6 +8,9 @@ import pandas as pd
 
 from ...messages import capitalized
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.of_trl import given_to_trl
+from ...settings.presets import UNSET
+from ...settings.resolve import Settings
 from ..analysis.recommend import recommend
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
 from ..dump.sequences import Sequences
@@ -25,10 +28,10 @@ def compose(runs: Sequence[Facts]) -> Page:
     one = runs[0] if len(runs) == 1 else None
     sequences = one.run.dump.sequences if one and one.run.dump else None
     of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
-    lost = find_lost(sequences, one.run.config) if one and sequences else None
+    lost = find_lost(sequences, one.run.settings) if one and sequences else None
     of_tokens = (
         [
-            *_tokens(sequences, lost, one and one.run.config),
+            *_tokens(sequences, lost, one and one.run.settings),
             Section("worst", "The worst tokens", worst=find_worst(sequences)),
         ]
         if sequences and lost
@@ -38,7 +41,7 @@ def compose(runs: Sequence[Facts]) -> Page:
     sections = [_diagnosis(one), of_log[0], _alarms(runs), of_settings, *of_log[1:], *of_tokens]
     return Page(
         f"Rollout report: {' against '.join(facts.name for facts in runs)}",
-        [_banner(facts)._replace(spot=concentration(lost, facts.run.config) if lost else "") for facts in runs],
+        [_banner(facts)._replace(spot=concentration(lost, facts.run.settings) if lost else "") for facts in runs],
         [section for section in sections if section is not None],
     )
 
@@ -81,7 +84,7 @@ def _alarm(alarm: Alarm, name: str) -> Card:
 
 def _differences(runs: Sequence[Facts]) -> Section | None:
     """Settings that differ between two runs with a dump."""
-    settings = [(facts.name, _own(facts.run.config)) for facts in runs if facts.run.config]
+    settings = [(facts.name, _own(facts.run)) for facts in runs if facts.run.settings]
     if len(settings) < 2:
         return None
     (first, of_first), (second, of_second) = settings
@@ -97,13 +100,18 @@ def _differences(runs: Sequence[Facts]) -> Section | None:
     return Section("settings", "Settings that differ", table=pd.DataFrame(rows)) if rows else None
 
 
-def _own(config: RolloutCorrectionConfig) -> dict[str, Any]:
-    """The preset of a run, and the fields that differ from it."""
-    fields = dataclasses.asdict(config.settings)
+def _own(run: Run) -> dict[str, Any]:
+    """The preset of a run with a dump, and the fields that differ from it; with `trl`, those of TRL that decide."""
+    assert run.settings
+    assert run.dump
+    fields = dataclasses.asdict(run.settings)
     preset = fields["rollout_correction"]
     alone = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset).settings)
     left_out = ("rollout_monitor", "rollout_dump")
     changed = {x: y for x, y in fields.items() if y != alone[x] and not x.startswith(left_out)}
+    if run.settings.by_trl:
+        of_trl = {*UNSET, "rollout_nan_policy"}
+        changed = {x: y for x, y in changed.items() if x not in of_trl} | given_to_trl(run.dump.settings)
     return {"rollout_correction": preset, **changed}
 
 
@@ -133,7 +141,7 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     return Section("diagnosis", "Diagnosis", cards=cards)
 
 
-def _tokens(sequences: Sequences, lost: Lost, config: RolloutCorrectionConfig | None) -> list[Section]:
+def _tokens(sequences: Sequences, lost: Lost, settings: Settings | None) -> list[Section]:
     """Sections about the tokens that the correction takes the gradient from."""
     drawn = "completions that were drawn at random"
     if not lost.drawn:
@@ -151,7 +159,7 @@ def _tokens(sequences: Sequences, lost: Lost, config: RolloutCorrectionConfig | 
         "what the factor of each token lacks to 1 is added up and multiplied by |advantage|. "
         "A long completion is shortened to the places where most was changed."
     )
-    chosen = choose_completions(sequences, config)
+    chosen = choose_completions(sequences, settings)
     return [
         Section("lost", "Which tokens lose their gradient", text, lost=lost),
         Section("completions", "Some completions, token by token", of_single, completions=chosen),
@@ -159,20 +167,20 @@ def _tokens(sequences: Sequences, lost: Lost, config: RolloutCorrectionConfig | 
 
 
 def _settings(facts: Facts) -> Section:
-    config = facts.run.config
-    if config is None:
+    settings = facts.run.settings
+    if settings is None:
         text = "Set `rollout_dump_dir`, train some steps, and report on the folder of the run."
         return Section(
             "settings", "Settings to try", cards=[Card("A dump first", text, yaml="rollout_dump_dir: dump\n")]
         )
     text = "Settings of the run, except for the monitor and the dump."
-    best = recommend(config.settings, facts.alarms, facts.diagnosis.size) if facts.diagnosis else None
+    best = recommend(settings, facts.alarms, facts.diagnosis.size) if facts.diagnosis else None
     if best is None or not best.settings:
         text = text if best is None else f"{text} {best.reason}"
-        return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(config)))])
+        return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(facts.run)))])
     shows = "`trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
     cards = [
-        Card("This run", text, yaml=yaml_lines(_own(config))),
+        Card("This run", text, yaml=yaml_lines(_own(facts.run))),
         Card("To try", f"{best.reason} {shows}", yaml=yaml_lines(best.settings)),
     ]
     return Section("settings", "Settings to try", cards=cards)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings
 from ..analysis.recompute import rejected_by
 from ..dump.sequences import Sequences
 
@@ -60,10 +60,10 @@ class Completions(NamedTuple):
     at_random: list[Completion]
 
 
-def choose_completions(sequences: Sequences, config: RolloutCorrectionConfig | None = None) -> Completions:
+def choose_completions(sequences: Sequences, settings: Settings | None = None) -> Completions:
     """
     Choose about ten completions: those that lost the largest sum of `abs(advantage) * max(0, 1 - factor)` over their tokens,
-    and some drawn at random, always the same ones of a dump. Each has at least one token of the loss. `config` names the rules
+    and some drawn at random, always the same ones of a dump. Each has at least one token of the loss. `settings` name rules
     that rejected tokens.
     """
     factor = np.nan_to_num(sequences.coefficients)
@@ -76,7 +76,7 @@ def choose_completions(sequences: Sequences, config: RolloutCorrectionConfig | N
     candidates = np.flatnonzero(others)
     drawn = np.random.default_rng(0).permutation(candidates)[:_AT_RANDOM]
     lost_most, at_random = (
-        [_completion(sequences, int(row), config) for row in rows] for rows in (most, np.sort(drawn))
+        [_completion(sequences, int(row), settings) for row in rows] for rows in (most, np.sort(drawn))
     )
     return Completions(lost_most, at_random)
 
@@ -90,12 +90,12 @@ def effects_of(sequences: Sequences, row: int) -> np.ndarray:
     return np.where(sequences.mask[here], "idle" if idle else effects, "outside")
 
 
-def reasons_of(sequences: Sequences, row: int, config: RolloutCorrectionConfig | None) -> list[str]:
+def reasons_of(sequences: Sequences, row: int, settings: Settings | None) -> list[str]:
     """Why each token of a sequence has no gradient: criteria that reject it, or what else is known; empty if nothing is."""
     here = sequences.slice(row)
-    criteria = {} if config is None or sequences.keep[here].all() else rejected_by(sequences, row, config)
+    criteria = {} if settings is None or sequences.keep[here].all() else rejected_by(sequences, row, settings)
     finite = np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
-    bounding = None if config is None else config.settings.bounding
+    bounding = None if settings is None else settings.bounding
     dropped = sequences.keep[here] & (sequences.coefficients[here] == 0) & (bounding is not None and bounding.drops)
     reasons = []
     for i in range(len(finite)):
@@ -108,7 +108,7 @@ def reasons_of(sequences: Sequences, row: int, config: RolloutCorrectionConfig |
     return reasons
 
 
-def _completion(sequences: Sequences, row: int, config: RolloutCorrectionConfig | None) -> Completion:
+def _completion(sequences: Sequences, row: int, settings: Settings | None) -> Completion:
     here, effects = sequences.slice(row), effects_of(sequences, row)
     prompt = sequences.prompt(row)
     names, counts = np.unique(effects, return_counts=True)
@@ -121,7 +121,7 @@ def _completion(sequences: Sequences, row: int, config: RolloutCorrectionConfig 
         bool(sequences.sampled[row]),
         int(sequences.mask[here].sum()),
         dict(zip(names.tolist(), counts.tolist(), strict=True)),
-        _pieces(sequences, row, effects, reasons_of(sequences, row, config)),
+        _pieces(sequences, row, effects, reasons_of(sequences, row, settings)),
     )
 
 

@@ -47,9 +47,8 @@ class Facts(NamedTuple):
 def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
-    settings = None if run.config is None else run.config.settings
     iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
-    alarms = examine(run.entries, settings, num_iterations=iterations)
+    alarms = examine(run.entries, run.settings, num_iterations=iterations)
     diagnosis = None if letter else _diagnose(run, quiet=not alarms and is_small(run.entries))
     return Facts(name, letter, run, windows, alarms, diagnosis)
 

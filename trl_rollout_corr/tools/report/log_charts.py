@@ -176,7 +176,7 @@ def overview(runs: Sequence[Facts]) -> Section:
 
 def _colors(runs: Sequence[Facts]) -> Sequence[str]:
     """Colours of curves: a run without correction has the second one, here and in the picture of any other run beside it."""
-    corrects = [facts.run.config is None or facts.run.config.settings.corrects for facts in runs]
+    corrects = [facts.run.settings is None or facts.run.settings.corrects for facts in runs]
     swap = not corrects[0] and corrects.count(False) < 2
     return ("second", "line", "third") if swap else COLORS
 
@@ -192,9 +192,9 @@ def more_trends(facts: Facts) -> Section | None:
 
 def rejected(facts: Facts) -> Section | None:
     """The shares of tokens that are rejected and down-weighted, by criterion and by the sign of the advantage."""
-    log, config = facts.run.log, facts.run.config
+    log, settings = facts.run.log, facts.run.settings
     means = log.replace([np.inf, -np.inf], np.nan).mean().dropna()
-    criteria = config.settings.criteria if config else ()
+    criteria = settings.criteria if settings else ()
     words = {f"rollout_rs_{c.name}_masked_fraction": f"rejected by {c.name}" for c in criteria}
     for measure, done in (("rejected", "rejected"), ("downweighted", "down-weighted")):
         for sign in ("positive", "negative"):

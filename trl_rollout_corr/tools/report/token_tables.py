@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings
 from ..dump.sequences import Sequences
 from ..text import number, percent
 
@@ -134,7 +134,7 @@ def _worst(sequences: Sequences, i: int, times: int) -> Token:
 # Those that lose their gradient -------------------------------------------------------------------------------------------
 
 
-def find_lost(sequences: Sequences, config: RolloutCorrectionConfig | None) -> Lost:
+def find_lost(sequences: Sequences, settings: Settings | None) -> Lost:
     """Find the tokens that lose their gradient under the settings of a run."""
     advantage = np.nan_to_num(sequences.advantage)[sequences.row]
     tables = [
@@ -143,9 +143,9 @@ def find_lost(sequences: Sequences, config: RolloutCorrectionConfig | None) -> L
         if (table := _table(sequences, sign, sequences.counted & of_sign))
     ]
     notes = [] if tables else ["No token with an advantage other than 0 is rejected in these completions."]
-    if config is not None and config.settings.rollout_metrics_only:
+    if settings is not None and settings.rollout_metrics_only:
         notes.append("The run only measures (`rollout_metrics_only`): these tokens would have been rejected.")
-    criteria = config.settings.criteria if config else ()
+    criteria = settings.criteria if settings else ()
     if criteria and all(criterion.unit != "token" for criterion in criteria):
         notes.append(
             "The criteria judge whole completions or turns, so a text is rejected together with the text around it."
@@ -181,12 +181,12 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
 # Texts that account for most ----------------------------------------------------------------------------------------------
 
 
-def concentration(lost: Lost, config: RolloutCorrectionConfig | None) -> str:
+def concentration(lost: Lost, settings: Settings | None) -> str:
     """Sentences about a few texts that account for most rejections, and a remedy; empty without such texts."""
     if not lost.drawn:
         return ""
     found = [(table, rows) for table in lost.tables if (rows := few_texts(table))]
-    return " ".join(_sentences(table, rows, config, lost.completions) for table, rows in found)
+    return " ".join(_sentences(table, rows, settings, lost.completions) for table, rows in found)
 
 
 def few_texts(table: LostTable) -> list[LostText]:
@@ -199,9 +199,7 @@ def few_texts(table: LostTable) -> list[LostText]:
     return rows[: int(enough[0]) + 1] if enough.size else []
 
 
-def _sentences(
-    table: LostTable, rows: list[LostText], config: RolloutCorrectionConfig | None, completions: int
-) -> str:
+def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None, completions: int) -> str:
     positive = table.sign == "positive"
     of_all, occurs = sum(row.share for row in rows), sum(row.occurs for row in rows)
     times = [row.times for row in rows]
@@ -222,7 +220,7 @@ def _sentences(
             "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows learning."
         )
         learn = "belong to a format that has to be learned" if positive else "have to be unlearned faster"
-        remedy = f"{_wider(config, positive)}push the model weights to the sampler more often"
+        remedy = f"{_wider(settings, positive)}push the model weights to the sampler more often"
         parts.append(f"If they {learn}, {remedy}.")
     else:
         parts.append(
@@ -234,13 +232,13 @@ def _sentences(
     return " ".join(parts)
 
 
-def _wider(config: RolloutCorrectionConfig | None, positive: bool) -> str:
+def _wider(settings: Settings | None, positive: bool) -> str:
     """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
-    for criterion in config.settings.criteria if config else ():
+    for criterion in settings.criteria if settings else ():
         if criterion.directed:
             bound = criterion.upper if positive else -criterion.lower
             return f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(bound)}), or "
-    return "widen `rollout_rs_threshold`, or " if config and config.settings.criteria else ""
+    return "widen `rollout_rs_threshold`, or " if settings and settings.criteria else ""
 
 
 def in_line(text: str) -> str:

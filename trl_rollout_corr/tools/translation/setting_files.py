@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...messages import SelfContainedError, SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.fields import FIELDS
 from ...settings.of_trl import from_trl
+from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ..text import yaml_lines
 from .counterparts import TRAINERS, comment, counterpart, to_trl
@@ -25,6 +27,8 @@ _PYTHON = re.compile(r"^#!.*python|^import \w|^from [\w.]+ import ", re.MULTILIN
 _SHELL = re.compile(r"^#!.*sh\b|^\s*(export )?\+{0,2}[\w.]+=\S|verl\.trainer", re.MULTILINE)
 _OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
 _TRL = "vllm_importance_sampling_"
+# In effect of the fields that no preset decides
+_DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
 _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
@@ -182,12 +186,22 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     return config
 
 
-def config_of_run(settings: Mapping[str, Any], complaint: str) -> RolloutCorrectionConfig:
-    """Configuration of the run that wrote a dump. Errors are a `ValueError` of one line that begins with the complaint."""
+def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
+    """
+    Settings in effect of the run that wrote a dump. A dump that was not written by a run may name a part of them, as a
+    configuration does. Errors are a `ValueError` of one line that begins with the complaint.
+    """
+    own = _own_fields(written)
+    if own.get("rollout_correction") == "trl":  # whose weights no configuration of ours can name
+        own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
+    decided = UNSET.keys() - {"rollout_rs_threshold"}
+    in_effect = "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run has warned already
         try:
-            return RolloutCorrectionConfig(**_own_fields(settings))
+            if in_effect and own.keys() <= FIELDS:
+                return Settings.read({"rollout_rs_threshold": None, **_DEFAULTS, **own})
+            return RolloutCorrectionConfig(**own).settings
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
 
@@ -202,7 +216,7 @@ def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
     if FIELDS.isdisjoint(fields):
         return None
     with suppress(ValueError):
-        return config_of_run(fields, "the settings in the dump").settings
+        return read_settings(fields, "the settings in the dump")
     return None
 
 
