@@ -20,6 +20,7 @@ from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
+from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
 from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.monitor.bands import in_words
 from trl_rollout_corr.tools.monitor.rule import Bound
@@ -39,6 +40,12 @@ IN_SHORT = {
     "close": "Find out [where it comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
     "preset": "auto",
+    "length": " of ... tokens on average",
+    "token_level": "If each completion or turn has one weight, set `rollout_is` to token, or with `rollout_correction: trl` "
+    "`vllm_importance_sampling_mode` to token_truncate.",
+    "dropped": "If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`.",
+    "lower_cap": "Otherwise lower the bound of the weights if it is above 1; a higher bound never helps.",
+    "bounds": "widen `rollout_rs_threshold` or `rollout_is_threshold`",
     "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
     "`env_mask` of your `rollout_func`.",
 }
@@ -143,7 +150,7 @@ def alarm_sections(inside: str) -> str:
 
 def cause_sections(inside: str) -> str:
     text = {}
-    for name, it in CAUSES.items():
+    for name, it in {**EFFECTS, **CAUSES}.items():
         more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
         remedy = it.remedy.replace(HIDES, "Do not correct for it.")
         text[name] = f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}"

@@ -170,7 +170,7 @@ def test_a_value_of_the_user_is_never_replaced(name, tmp_path):
 
 
 @quietly
-@pytest.mark.parametrize("name", CLASSES[:2])
+@pytest.mark.parametrize("name", CLASSES)
 def test_settings_in_effect_come_back_from_a_dump_as_they_are(name, tmp_path):
     config_class, found = getattr(trl_rollout_corr, f"RolloutCorrected{name}Config"), {}
     (row,) = read_dump(make_dump(tmp_path / "other", steps=1, rows=1, length=8, tools=False)).rows

@@ -58,6 +58,7 @@ TOOLS = {
         "drift",
         "precision",
         "causes",
+        "effects",
         "ranking",
         "text",
         "first_step",

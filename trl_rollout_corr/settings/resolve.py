@@ -83,6 +83,14 @@ class Settings:
         return tuple(map(_criterion, self.rollout_rs, self.rollout_rs_threshold))
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Names of the fields that have another value than the preset gives them, and keep it with another preset."""
+        if self.by_trl:
+            return ()
+        of_preset = settings_of(self.rollout_correction)
+        return tuple(name for name in UNSET if getattr(self, name) != of_preset[name])
+
+    @property
     def corrects(self) -> bool:
         """`True` if the loss corrects for the gap, here or in TRL."""
         return (self.bounding is not None or bool(self.criteria) or self.bypass_mode) and not self.rollout_metrics_only
@@ -174,9 +182,8 @@ _CLIPPING = {
 
 def in_words(settings: Settings) -> str:
     """One sentence about settings: the preset, weights, rejected tokens and mode."""
-    of_preset = settings_of(settings.rollout_correction)
-    changed = not settings.by_trl and any(getattr(settings, name) != value for name, value in of_preset.items())
-    name = settings.rollout_correction and f"{settings.rollout_correction}{' with changes' if changed else ''}: "
+    with_changes = " with changes" if settings.beside else ""
+    name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}: "
     parts = [] if settings.bounding is None else [_weights_in_words(settings)]
     if settings.criteria:
         rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold)

@@ -29,6 +29,8 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
     "temperature": (),
     "top_k": (),
     "top_p": (),
+    "use_vllm": (),
+    "vllm_mode": (),
     **dict.fromkeys(TRL_KEYS, ()),
 }
 

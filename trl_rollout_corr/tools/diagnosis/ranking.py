@@ -1,11 +1,12 @@
 """The search: which tests are made in which order, and how certain the causes are that they find."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ..monitor.rules import BOUNDS
 from ..translation.setting_files import settings_of_run
 from .causes import CAUSES, Cause, Test
+from .effects import EFFECTS
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .observed import DumpedTokens
 from .parts import where
@@ -66,7 +67,7 @@ class Finding(NamedTuple):
 
     @property
     def cause(self) -> Cause:
-        return CAUSES[self.name]
+        return EFFECTS.get(self.name) or CAUSES[self.name]
 
 
 class Diagnosis(NamedTuple):
@@ -113,6 +114,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
     # tokens without a log-ratio come first, and normal causes last, however large
     findings.sort(key=lambda x: (x.name not in WITHOUT_RATIO, x.cause.normal, -x.share * x.certainty))
+    findings = _effects(o) + findings
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
     floor = None if o.coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
@@ -142,8 +144,18 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
     return findings, False
 
 
+def _effects(o: DumpedTokens) -> list[Finding]:
+    """What the run does with the gap, whatever its causes are."""
+    found = _found(o, [(name, effect.test) for name, effect in EFFECTS.items()])
+    return [finding._replace(certainty=min(finding.certainty, finding.evidence.most)) for finding in found]
+
+
 def _findings(o: DumpedTokens, stage: Stage, without: Collection[str]) -> list[Finding]:
-    tests = ((name, test, test.look(o)) for name, test in stage.tests if name not in without)
+    return _found(o, [(name, test) for name, test in stage.tests if name not in without])
+
+
+def _found(o: DumpedTokens, named: Iterable[tuple[str, Test]]) -> list[Finding]:
+    tests = ((name, test, test.look(o)) for name, test in named)
     return [
         # 0.5 for a weak statistic, 0.99 for a strong one
         Finding(name, 0.5 + 0.49 * bounded((x.statistic - test.weak) / (test.strong - test.weak)), x.share, x)

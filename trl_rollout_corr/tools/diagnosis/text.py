@@ -8,6 +8,7 @@ from ...messages import capitalized
 from ..monitor.texts import preset_for
 from ..text import number, percent, yaml_lines
 from ..translation.setting_files import settings_of_run
+from .effects import EFFECTS
 from .evidence import FLOOR, LARGE
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
 
@@ -70,6 +71,8 @@ def explains(finding: Finding) -> str:
     """What a cause explains, as the end of a sentence."""
     if finding.name in WITHOUT_RATIO:
         return "explains nothing of d^2, because these tokens have no d"
+    if finding.name in EFFECTS:
+        return "explains nothing of d^2, because it is what the run does with the gap"
     return f"explains {percent(round(finding.share, 2))} of d^2"
 
 
@@ -80,8 +83,9 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     """
     cause, run = finding.cause, diagnosis.in_effect
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
-    text = cause.remedy
-    if cause.otherwise and not missing:
+    missing, elsewhere = _possible(missing, run)
+    text = " ".join([cause.remedy, *elsewhere])
+    if cause.otherwise and not missing and not elsewhere:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run has this already: {done}. {cause.otherwise}"
     if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
@@ -91,7 +95,43 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
                 missing,
             )
         return f"{text} The run has a correction for the rest.", missing
-    return text, {**missing, **_correction(finding, run)}
+    correction = _correction(finding, run)
+    settings = settings_of_run(run) if {"rollout_correction"} & {*missing, *correction} else None
+    if settings is not None and settings.beside:
+        text += (
+            f" Remove {', '.join(f'`{name}`' for name in settings.beside)}, which would keep acting beside the preset."
+        )
+    return text, {**missing, **correction}
+
+
+# Settings that `rollout_correction: trl` refuses, and the setting of TRL with the same effect
+_OF_TRL = {"rollout_is": {"vllm_importance_sampling_mode": "token_truncate"}}
+_OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")
+
+
+def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Settings that can be set in a run, in its mode, and sentences about the others."""
+    in_effect = settings_of_run(run)
+    if in_effect is not None and in_effect.by_trl:
+        settings = {name: x for ours in settings for name, x in _OF_TRL.get(ours, {ours: settings[ours]}).items()}
+    written = "given" in run  # by a trainer, with those of TRL that it has
+    lacking = [name for name in settings if written and not name.startswith("rollout_") and name not in run]
+    if lacking:
+        return {}, [f"This trainer has no `{name}`." for name in lacking]
+    remote = written and (run.get("use_vllm") is False or run.get("vllm_mode") != "colocate")
+    elsewhere = {name: value for name, value in settings.items() if remote and name in _OF_ENGINE}
+    return {name: x for name, x in settings.items() if name not in elsewhere}, [*map(_elsewhere, elsewhere.items())]
+
+
+def _elsewhere(setting: tuple[str, object]) -> str:
+    """What to do instead of a setting that acts on a vLLM in the training process alone."""
+    name, value = setting
+    if not isinstance(value, Mapping):
+        return f"For `{name}`, vLLM must run in the training process."
+    options = (
+        f"--{key.replace('_', '-')} {json.dumps(x) if isinstance(x, Mapping) else x}" for key, x in value.items()
+    )
+    return f"vLLM does not run in the training process, so start it with {', '.join(f'`{x}`' for x in options)}."
 
 
 def _correction(finding: Finding, run: Mapping[str, object]) -> Mapping[str, object]:

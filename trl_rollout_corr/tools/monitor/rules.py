@@ -4,7 +4,7 @@ from typing import Any
 
 from . import conditions
 from .rule import Bound
-from .texts import FRESHER, LARGE, LOWER_CAP, MOMENTUM, TOKEN_LEVEL, WIDEN
+from .texts import FRESHER, LARGE, MOMENTUM, WIDEN
 
 
 def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
@@ -136,10 +136,10 @@ RULES = [
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
         why="Over few tokens this may be chance. Otherwise the mean ratio is 1 for any two policies, however far apart they "
         "are. So the sampler never draws some tokens, or the tokens were sampled with other log-probabilities.",
-        advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults (for the first three, "
-        "`rollout_support` can be set to replay instead). Check that log-probabilities are taken after temperature (a vLLM "
-        "server needs `--logprobs-mode processed_logprobs`), that each belongs to its token, and that none is a filler, "
-        "such as 0.0.",
+        advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults (a vLLM in the "
+        "training process can replay the first three instead: `rollout_support`). Check that log-probabilities are taken "
+        "after temperature (a vLLM server needs `--logprobs-mode processed_logprobs`), that each belongs to its token, and "
+        "that none is a filler, such as 0.0.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
         covers=("k3_corrected",),
@@ -164,19 +164,30 @@ RULES = [
     _rule(
         "weight_mean",
         {
+            "name": "weight_of_completions",
+            "limit": 0.8,
+            "below": True,
+            "seen": "The mean importance weight of completions{length} is {value:.2g}, below {limit:g}.",
+            "why": "This may be chance in a small batch. Otherwise the weights fall with length, even if nothing is wrong: a "
+            "completion has one weight, the product of the ratios of its tokens. Every step is that much smaller than "
+            "`learning_rate` says, and long completions count least.",
+            "advice": "{token_level}",
+            "applies": lambda window: window.of_completions,
+        },
+        {
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
             "why": "Weights of whole completions fall with length, even if nothing is wrong. Otherwise sampler and trainer "
             "are far apart, and the run takes smaller steps than `learning_rate` says.",
-            "advice": f"{TOKEN_LEVEL} If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`. {{closer}}",
+            "advice": "{token_level} {dropped} {closer}",
         },
         {
             "name": "weight_mean_high",
             "limit": 2.0,
             "why": "A few tokens with a huge weight may raise the mean, and so do wrong log-probabilities. The mean "
             "multiplies the optimizer step, so it should be near 1.",
-            "advice": f"{TOKEN_LEVEL} {LOWER_CAP} Check that the log-probabilities are taken after temperature and belong to "
+            "advice": "{token_level} {lower_cap} Check that the log-probabilities are taken after temperature and belong to "
             "their tokens.",
         },
         key="rollout_is_mean",
@@ -192,7 +203,7 @@ RULES = [
         below=True,
         seen="The effective sample size of the weights is {value:.2g}, below {limit:g}.",
         why="A few tokens or completions determine the gradient, so it is noisy.",
-        advice=f"{TOKEN_LEVEL} If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`. {LOWER_CAP}",
+        advice="{token_level} {dropped} {lower_cap}",
         applies=lambda window: window.weights_act,
     ),
     _rule(
@@ -224,11 +235,11 @@ RULES = [
         below=True,
         seen="All tokens were rejected or have no gradient (`effective_lr` is {value:.2g}).",
         why=f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
-        advice="If `k3_kl` is as before, the bounds are too tight: widen `rollout_rs_threshold` or `rollout_is_threshold`. If "
-        "`k3_kl` has grown, find out why the sampler is so far from the trainer.",
+        advice="If `k3_kl` is as before, the bounds are too tight: {bounds}. If `k3_kl` has "
+        "grown, find out why the sampler is so far from the trainer.",
         applies=lambda window: window.corrects is not False,
         returns=False,
-        covers=("rejected", "weight_mean_low", "effective_sample_size"),
+        covers=("rejected", "weight_mean_low", "weight_of_completions", "effective_sample_size"),
     ),
 ]
 BOUNDS: dict[str, Bound] = {bound.name: bound for rule in RULES for bound in rule}

@@ -11,8 +11,6 @@ FRESHER = (
     "Push weights to the sampler more often (lower `steps_per_generation` or `num_iterations`, in asynchronous training "
     "`weight_sync_steps` or `max_staleness`)"
 )
-TOKEN_LEVEL = "If `rollout_is` is turn or sequence, set it to token."
-LOWER_CAP = "Otherwise lower `rollout_is_threshold` if it is above 1; a higher bound never helps."
 WIDEN = (
     "If as many tokens were rejected at the start of the run, widen `rollout_rs_threshold` (`trl-rollout-corr compare` names "
     "bounds that fit). If the share grew together with `k3_kl`, leave the bounds as they are."
@@ -102,9 +100,55 @@ _NO_TOKENS = {
 }
 
 
+# What to set about weights and bounds: with TRL's own correction, whose fields decide, with ours, and if that is not known
+_TO_TOKENS = {
+    "trl": "Set `vllm_importance_sampling_mode` to token_truncate, or `rollout_correction` to auto.",
+    "ours": "Set `rollout_is` to token.",
+    "unknown": "If each completion has one weight, take weights of tokens: set `rollout_is` to token, or with "
+    "`rollout_correction: trl` set `vllm_importance_sampling_mode` to token_truncate.",
+}
+_LOWER_CAP = {
+    "trl": "Lower `vllm_importance_sampling_clip_max` if it is above 1, or set `rollout_correction` to auto.",
+    "ours": "Lower `rollout_is_threshold` if it is above 1; a higher bound never helps.",
+    "unknown": "Otherwise lower the bound of the weights if it is above 1; a higher bound never helps.",
+}
+_DROPPED = {
+    "trl": "If `rollout_is_oob_ratio` is high, set `vllm_importance_sampling_mode` to token_truncate.",
+    "ours": "If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`.",
+    "unknown": "If `rollout_is_oob_ratio` is high, widen the bounds of the weights.",
+}
+
+
+def _about_weights(settings: Settings | None) -> dict[str, str]:
+    """What to set about weights and bounds in the mode of a run; empty where it is set."""
+    if settings is None:
+        unknown = {"token_level": _TO_TOKENS, "dropped": _DROPPED, "lower_cap": _LOWER_CAP}
+        return {name: texts["unknown"] for name, texts in unknown.items()} | {"bounds": "widen them"}
+    mode, bounding = "trl" if settings.by_trl else "ours", settings.bounding
+    of_tokens, drops = bounding is not None and bounding.level == "token", bounding is not None and bounding.drops
+    own = {"rollout_rs_threshold": bool(settings.criteria), "rollout_is_threshold": drops}
+    names = " or ".join(f"`{name}`" for name, acts in own.items() if acts) or "them"
+    of_trl = "`vllm_importance_sampling_mode` to token_truncate, or " if bounding is not None else ""
+    return {
+        "token_level": "" if of_tokens else _TO_TOKENS[mode],
+        "dropped": _DROPPED[mode] if drops and (of_tokens or mode == "ours") else "",
+        "lower_cap": _LOWER_CAP[mode] if of_tokens else "",
+        "bounds": f"set {of_trl}`rollout_correction` to {preset_for(settings)}"
+        if settings.by_trl
+        else f"widen {names}",
+    }
+
+
 def preset_for(settings: Settings | None) -> str:
     """Name of the preset to set for a gap, in the mode of the run."""
     return ADVISED["decoupled" if settings is None else settings.mode]
+
+
+def _preset(settings: Settings | None) -> str:
+    """The preset to set, and the fields that would keep their values beside it."""
+    beside = () if settings is None else settings.beside
+    remove = f" (and remove {', '.join(f'`{name}`' for name in beside)})" if beside else ""
+    return f"{preset_for(settings)}{remove}"
 
 
 def origin(window: Window) -> str:
@@ -132,7 +176,9 @@ def fill(text: str, window: Window, **values: object) -> str:
     gave = _ROUNDED[window.rounds_more if window.rounds_more in _ROUNDED else ""]
     rounding = _rounding(window, gap).format(gave=gave)
     parts = {
-        "preset": preset_for(window.settings),
+        "preset": _preset(window.settings),
+        "length": "" if window.length is None else f" of {window.length:.0f} tokens on average",
+        **_about_weights(window.settings),
         "uncorrected": (_UNCORRECTED_LARGE if gap > LARGE else _UNCORRECTED)[came],
         "corrected": (_CORRECTED_HUGE if gap > HUGE else _CORRECTED)[came],
         "gave": gave,
@@ -144,4 +190,5 @@ def fill(text: str, window: Window, **values: object) -> str:
         "no_tokens": _NO_TOKENS["ended" if few_cut else "cut"],
     }
     numbers = {"age": age, "s": "" if age == 1.0 else "s", "cut": cut or 0.0, "gave": gave, "rounding": rounding}
-    return text.format(**values, **{name: part.format(**numbers) for name, part in parts.items()})
+    filled = text.format(**values, **{name: part.format(**numbers) for name, part in parts.items()})
+    return " ".join(filled.split())  # a sentence that does not apply leaves a gap

@@ -185,6 +185,17 @@ class Window:
         return self.settings is not None and self.settings.clips_around_sampler
 
     @property
+    def of_completions(self) -> bool:
+        """True if each completion has one weight, the product of the ratios of its tokens."""
+        return self.settings is not None and self.settings.rollout_is == "sequence" and self.weights_act
+
+    @property
+    def length(self) -> float | None:
+        """Mean length of the completions in tokens, as TRL logs it."""
+        length = self.metrics.get("completions/mean_length")
+        return float(length) if isinstance(length, int | float) and length > 0 else None
+
+    @property
     def weights_act(self) -> bool:
         """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
         return not self.clips and self.get("rollout_is_mean") is not None

@@ -12,6 +12,7 @@ from ...settings.of_trl import given_to_trl
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ..analysis.recommend import recommend
+from ..analysis.run import Run
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
 from ..dump.sequences import Sequences
 from ..monitor.rule import Alarm

@@ -1,0 +1,183 @@
+"""Advice can be followed in the mode in which it is given: what a text names is set beside the settings of the run, and built."""
+
+import functools
+import re
+import warnings
+
+import pytest
+import yaml
+
+import trl_rollout_corr
+from tests.launching import HAS_ASYNCHRONOUS
+from trl_rollout_corr.messages import PREFIX, SettingWarning
+from trl_rollout_corr.tools.diagnosis.causes import CAUSES
+from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
+from trl_rollout_corr.tools.diagnosis.evidence import Evidence
+from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
+from trl_rollout_corr.tools.diagnosis.text import remedy_for
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
+from trl_rollout_corr.tools.monitor.texts import fill
+from trl_rollout_corr.tools.monitor.windows import Window
+from trl_rollout_corr.trainers.metadata import settings_in_effect
+
+
+MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}
+CLASSES = {
+    name: getattr(trl_rollout_corr, f"RolloutCorrected{name}Config")
+    for name in ("GRPO", "RLOO", *(["AsyncGRPO"] if HAS_ASYNCHRONOUS else []))
+}
+MODE = "vllm_importance_sampling_mode"
+HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
+TRL = {"rollout_correction": "trl"}
+# Trainer and fields of a run, by mode
+MODES = {
+    **{
+        f"trl with {mode}": ("GRPO", {**HERE, **TRL, MODE: mode})
+        for mode in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
+    },
+    "trl without correction": ("GRPO", {**HERE, **TRL, "vllm_importance_sampling_correction": False}),
+    "trl with a server": ("GRPO", {**SERVER, **TRL}),
+    "trl for RLOO": ("RLOO", {**HERE, **TRL}),
+    "auto": ("GRPO", HERE),
+    "auto with a server": ("GRPO", SERVER),
+    "auto for RLOO": ("RLOO", HERE),
+    "a sampler of one's own": ("GRPO", {}),
+    "bypass": ("GRPO", {**HERE, "rollout_correction": "bypass_ppo_clip"}),
+    "bypass with weights of completions": ("RLOO", {**HERE, "rollout_correction": "bypass_pg_is"}),
+    "weights of completions": ("GRPO", {**HERE, "rollout_is": "sequence"}),
+    "weights of completions by a preset": ("GRPO", {**HERE, "rollout_correction": "decoupled_seq_is_rs"}),
+    "weights of turns": ("GRPO", {**HERE, "rollout_is": "turn", "rollout_is_threshold": [0.5, 5.0]}),
+    "geometric weights": ("GRPO", {**HERE, "rollout_is": "geometric"}),
+    "bounds beside a preset": ("GRPO", {**HERE, "rollout_correction": "auto", "rollout_is_threshold": 2.0}),
+    "rejection": ("GRPO", {**HERE, "rollout_correction": "decoupled_geo_rs_token_tis"}),
+    "disabled": ("GRPO", {**HERE, "rollout_correction": "disabled"}),
+    "only measured": ("GRPO", {**HERE, "rollout_metrics_only": True}),
+    **({"asynchronous": ("AsyncGRPO", {}), "asynchronous trl": ("AsyncGRPO", TRL)} if HAS_ASYNCHRONOUS else {}),
+}
+KNOWN = {name for config_class in CLASSES.values() for name in config_class.__dataclass_fields__}
+
+
+@functools.cache
+def built(trainer, fields):
+    """A configuration; a warning about its settings is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SettingWarning)
+        return CLASSES[trainer](**MACHINE, **yaml.safe_load(fields))
+
+
+def of_mode(mode, removed=(), **advised):
+    trainer, fields = MODES[mode]
+    fields = {name: value for name, value in fields.items() if name not in removed}
+    return built(trainer, yaml.safe_dump({**fields, **advised}))
+
+
+def values_in(text):
+    """Fields and values that a text says to set."""
+    pairs = re.findall(r"`(\w+)` to (\w+)", text) + re.findall(r"`(\w+): ([^`]+)`", text)
+    return [(name, yaml.safe_load(value)) for name, value in pairs if name in KNOWN and value not in ("it", "their")]
+
+
+def follow(mode, text):
+    """Set each value that a text names, and see that it is in effect; and that other fields exist."""
+    removed = re.findall(
+        r"`(\w+)`",
+        " ".join(
+            re.findall(r"remove (.*?)\)|Remove (.*?), which", text)
+            and [" ".join(x) for x in re.findall(r"remove (.*?)\)|Remove (.*?), which", text)]
+        ),
+    )
+    for name, value in values_in(text):
+        config = of_mode(mode, removed, **{name: value})
+        assert getattr(config, name) == value
+        if value == "auto":
+            assert config.settings == built(MODES[mode][0], yaml.safe_dump({"rollout_correction": "auto"})).settings
+        if (name, value) in (("rollout_is", "token"), (MODE, "token_truncate")):
+            assert config.settings.bounding.level == "token"
+    ends = (
+        r", in asynchronous training .*?\)"
+        if MODES[mode][0] != "AsyncGRPO"
+        else r"`steps_per_generation` or `num_iterations`"
+    )
+    text = re.sub(ends, "", text)
+    lacking = {*re.findall(r"This trainer has no `(\w+)`|If `(\w+)` is set", text)}
+    named = {*re.findall(r"`(\w+)(?:`|: )", text)} & KNOWN - {x for pair in lacking for x in pair} - {*removed}
+    assert named <= {*CLASSES[MODES[mode][0]].__dataclass_fields__}, text
+    return dict(values_in(text))
+
+
+STATES = {"open": {}, "old": {"staleness_max": 8.0}, "start": {"k3_kl": 0.3, "kl": 0.3, "staleness_max": 0.0}}
+METRICS = {
+    "kl": 0.05, "k3_kl": 0.05, "kl_advantage_positive": 0.05, "effective_lr": 0.5, "nonfinite_fraction": 0.2,
+    "staleness_max": 0.0, "rollout_is_mean": 0.4, "rollout_is_eff_sample_size": 0.1, "rollout_rs_masked_fraction": 0.6,
+    "rollout_is_veto_fraction": 0.2, "bit_equal": 0.1, "rollout_is_oob_ratio": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_advice_of_every_alarm_can_be_followed(mode):
+    settings = of_mode(mode).settings
+    own_weights = settings.bounding is not None
+    for bound in BOUNDS.values():
+        for state in STATES.values():
+            metrics = {f"{PREFIX}{name}": x for name, x in {**METRICS, **state}.items()}
+            if not own_weights:
+                metrics = {name: x for name, x in metrics.items() if "rollout_is_" not in name}
+            window = Window({**metrics, "completions/clipped_ratio": 0.9}, settings)
+            window.course.add(window)
+            if bound.applies(window):
+                said = follow(mode, fill(bound.advice, window, value=0.4, limit=0.5, side="below"))
+                if bound.key.startswith("rollout_is_") and own_weights and settings.bounding.level == "sequence":
+                    assert {"rollout_is", MODE} & said.keys()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_remedy_of_every_cause_can_be_followed(mode):
+    config = of_mode(mode)
+    in_effect = settings_in_effect(config)
+    for name in {**CAUSES, **EFFECTS}:
+        finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
+        diagnosis = Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect)
+        if name == "whole_completions" and config.settings.rollout_is != "sequence":
+            continue
+        text, settings = remedy_for(diagnosis, finding)
+        follow(mode, text)
+        removed = re.findall(r"`(\w+)`", " ".join(re.findall(r"Remove (.*?), which", text)))
+        after = of_mode(mode, removed, **settings)
+        assert {key: getattr(after, key) for key in settings} == settings
+        if name == "whole_completions":
+            assert after.settings.rollout_is == "token"
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("GRPO", {"loss_type": "vespo"}),
+    ("GRPO", {"rollout_correction": "bypass_pg_is", "loss_type": "cispo"}),
+    ("GRPO", {"rollout_correction": "bypass_pg_is", "importance_sampling_level": "sequence"}),
+    ("GRPO", {"rollout_is": "token", "rollout_is_threshold": [[0, 1], [1, 1]]}),
+    ("GRPO", {"rollout_rs_exclude_from_baseline": True, "rollout_rs": ["token_tv"], "rollout_rs_threshold": 0.2}),
+    ("RLOO", {"rollout_rs_exclude_from_baseline": True, "rollout_correction": "bypass_ppo_clip_geo_rs"}),
+    ("GRPO", {**SERVER, "rollout_routing": "replay"}),
+    ("GRPO", {**SERVER, "rollout_support": "replay", "top_p": 0.9}),
+    ("GRPO", {**HERE, "vllm_model_impl": "transformers"}),
+    *(
+        [("AsyncGRPO", {"rollout_support": "replay", "top_p": 0.9}), ("AsyncGRPO", {"rollout_routing": "replay"}),
+         ("AsyncGRPO", {"rollout_rs_exclude_from_baseline": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2})]
+        if HAS_ASYNCHRONOUS
+        else []
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::trl_rollout_corr.messages.SettingWarning")
+@pytest.mark.parametrize(("trainer", "fields"), REFUSED, ids=str)
+def test_the_remedy_of_every_error_can_be_followed(trainer, fields):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        CLASSES[trainer](**MACHINE, **fields)
+    message = str(error.value)
+    subject = re.findall(r"`(\w+)`", message)[0]
+    advised = [*values_in(re.sub(r"\b([Ss])et it to", rf"\1et `{subject}` to", message).replace("'", ""))]
+    assert advised, message
+    for name, value in advised:
+        config = CLASSES[trainer](**MACHINE, **{**fields, name: value})
+        assert getattr(config, name) == value

@@ -1,0 +1,52 @@
+"""What a run does with its gap, and should not: no causes of the gap, so that they explain no share of it."""
+
+import numpy as np
+
+from ..translation.setting_files import settings_of_run
+from .causes import Cause, Test
+from .evidence import POSSIBLE, Evidence, mean
+from .observed import DumpedTokens
+
+
+_FEWEST = 8  # completions whose mean weight says something
+_ERRORS = 3.0  # standard errors of the mean weight, beyond which chance does not explain it
+
+
+def whole_completions(o: DumpedTokens) -> Evidence | None:
+    """
+    Look for a mean importance weight below 1 where each completion has one weight, although with one weight for each token it
+    would be almost 1.
+    """
+    settings = settings_of_run(o.settings)
+    if settings is None or not settings.corrects or not settings.applies_weights or settings.rollout_is != "sequence":
+        return None
+    bounding, present = settings.bounding, o.lengths > 0
+    if bounding is None or bounding.directed or bounding.normalized or present.sum() < _FEWEST:
+        return None
+    lengths = o.lengths[present]
+    ratios = np.exp(np.bincount(o.row, weights=o.d, minlength=len(present))[present].clip(-20, 20))
+    lower, upper = bounding.lower or 0.0, bounding.upper
+    outside = (ratios < lower) | (ratios > upper)
+    weights = np.where(outside & bounding.drops, 0.0, ratios.clip(lower, upper))
+    weight, error = float(np.average(weights, weights=lengths)), float(weights.std()) / len(weights) ** 0.5
+    of_tokens = mean(np.exp(o.d.clip(-20, 20)).clip(max=upper))
+    lost, due_to_length = 1 - weight, of_tokens - weight
+    numbers = {"weight": weight, "length": mean(lengths), "tokens": of_tokens, "outside": mean(outside)}
+    sentence = (
+        "the mean weight of completions of {length} tokens is {weight}, and with weights of tokens it would be {tokens}; a "
+        "share of {outside} of the completions is outside the bounds"
+    )
+    certain = lost > _ERRORS * error and due_to_length > lost / 2
+    return Evidence(lost, 0.0, numbers, sentence, most=0.99 if certain else POSSIBLE)
+
+
+EFFECTS: dict[str, Cause] = {
+    "whole_completions": Cause(
+        "weights of whole completions, which fall with length",
+        Test(whole_completions, 0.2, 0.3),
+        "Each completion has one weight, the product of the ratios of its tokens, so that even a small gap adds up: every "
+        "step is smaller than `learning_rate` says, and long completions count least. Take weights of tokens.",
+        {"rollout_is": "token"},
+        "The weights are of tokens, so that another setting is the reason.",
+    ),
+}
