@@ -40,6 +40,9 @@ IN_SHORT = {
     "close": "Find out [where it comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
     "preset": "auto",
+    "fell": "Otherwise the weights fall with length, even if nothing is wrong: a completion has one weight, the "
+    "product of the ratios of its tokens.",
+    "grown": "",
     "length": " of ... tokens on average",
     "token_level": "If each completion or turn has one weight, set `rollout_is` to token, or with `rollout_correction: trl` "
     "`vllm_importance_sampling_mode` to token_truncate.",
@@ -143,7 +146,7 @@ def alarm_sections(inside: str) -> str:
         rest = f"{bound.why} {bound.advice}" if bound is first else again
         numbers = {"value": Unknown(), "limit": bound.limit, "side": "below" if bound.below else "above"}
         quiet = ", ".join(f"`{other}`" for other in BOUNDS if other in SILENCED[bound.name])
-        message = f"{bound.seen} {rest}".format(**numbers, **IN_SHORT)
+        message = " ".join(f"{bound.seen} {rest}".format(**numbers, **IN_SHORT).split())
         text[bound.name] = f"> {message}{f' Silent beside it: {quiet}.' if quiet else ''}"
     return sections(inside, text)
 

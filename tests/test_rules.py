@@ -59,6 +59,7 @@ ILL = {
     "biased_ratio": ({}, {"kl": 0.02, "k3_kl": 0.0006}, {"kl": 0.0104, "k3_kl": 0.0006}),
     "bit_equal": ({"rollout_monitor_bounds": {"bit_equal": 1.0}}, {"bit_equal": 0.999}, {"bit_equal": 1.0}),
     "staleness": ({}, {"staleness_max": 17.0}, {"staleness_max": 16.0}),
+    "weight_of_completions": (SEQUENCE, {"rollout_is_mean": 0.79}, {"rollout_is_mean": 0.81}),
     "weight_mean_low": ({}, {"rollout_is_mean": 0.49}, {"rollout_is_mean": 0.51}),
     "weight_mean_high": (SEQUENCE, {"rollout_is_mean": 2.1}, {"rollout_is_mean": 1.9}),
     "effective_sample_size": ({}, {"rollout_is_eff_sample_size": 0.29}, {"rollout_is_eff_sample_size": 0.31}),

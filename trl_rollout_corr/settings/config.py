@@ -198,7 +198,7 @@ def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
         raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy="Remove one of the two.")
     if not settings.rollout_rs_exclude_from_baseline:
         return
-    reason, remedy = "", "Set one of the two to False."
+    reason, remedy = "", "Set `rollout_rs_exclude_from_baseline` to False, or `bypass_mode` to False."
     if directed := [criterion.name for criterion in settings.criteria if criterion.directed]:
         reason = f"but {directed[0]!r} in `rollout_rs` depends on the advantages, which are computed from the baseline"
         remedy = "Set it to False, or use criteria that do not depend on them."

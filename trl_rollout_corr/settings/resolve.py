@@ -84,11 +84,10 @@ class Settings:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Names of the fields that have another value than the preset gives them, and keep it with another preset."""
-        if self.by_trl:
-            return ()
-        of_preset = settings_of(self.rollout_correction)
-        return tuple(name for name in UNSET if getattr(self, name) != of_preset[name])
+        """Names of the fields that the user has set beside the preset, and that would act beside another one as well."""
+        of_preset = {} if self.by_trl else settings_of(self.rollout_correction)
+        changed = [name for name, value in of_preset.items() if getattr(self, name) != value]
+        return (*changed, *(["rollout_metrics_only"] if self.rollout_metrics_only else []))
 
     @property
     def corrects(self) -> bool:
@@ -182,7 +181,7 @@ _CLIPPING = {
 
 def in_words(settings: Settings) -> str:
     """One sentence about settings: the preset, weights, rejected tokens and mode."""
-    with_changes = " with changes" if settings.beside else ""
+    with_changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
     name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}: "
     parts = [] if settings.bounding is None else [_weights_in_words(settings)]
     if settings.criteria:

@@ -166,9 +166,13 @@ def check_routing(config: Any) -> None:
         return
     reason = None
     if config.vllm_mode != "colocate":
-        reason = "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set it to 'colocate'"
+        reason = (
+            "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set `vllm_mode` to 'colocate'"
+        )
     elif config.vllm_tensor_parallel_size > 1:
-        reason = "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set it to 1"
+        reason = (
+            "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set `vllm_tensor_parallel_size` to 1"
+        )
     if reason:
         raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
 

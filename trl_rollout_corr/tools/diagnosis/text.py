@@ -84,7 +84,8 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     cause, run = finding.cause, diagnosis.in_effect
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
     missing, elsewhere = _possible(missing, run)
-    text = " ".join([cause.remedy, *elsewhere])
+    names_it = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(elsewhere) for name in cause.settings)
+    text = " ".join([*elsewhere, cause.otherwise] if names_it else [cause.remedy, *elsewhere])
     if cause.otherwise and not missing and not elsewhere:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run has this already: {done}. {cause.otherwise}"

@@ -84,7 +84,7 @@ RULES = [
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
         why="{uncorrected}",
-        advice="Set `rollout_correction` to {preset}, and remove `rollout_metrics_only` if it is set. {close}",
+        advice="Set `rollout_correction` to {preset}. {close}",
         applies=lambda window: window.corrects is False,
     ),
     _rule(
@@ -168,10 +168,9 @@ RULES = [
             "limit": 0.8,
             "below": True,
             "seen": "The mean importance weight of completions{length} is {value:.2g}, below {limit:g}.",
-            "why": "This may be chance in a small batch. Otherwise the weights fall with length, even if nothing is wrong: a "
-            "completion has one weight, the product of the ratios of its tokens. Every step is that much smaller than "
-            "`learning_rate` says, and long completions count least.",
-            "advice": "{token_level}",
+            "why": "This may be chance in a small batch. {fell} Every step is that much smaller than `learning_rate` "
+            "says, and long completions count least.",
+            "advice": "{token_level} {grown} {closer}",
             "applies": lambda window: window.of_completions,
         },
         {

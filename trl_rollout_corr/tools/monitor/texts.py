@@ -119,6 +119,17 @@ _DROPPED = {
 }
 
 
+# A mean weight of completions at the start, above which length alone does not explain that it is low now
+_NEAR_1 = 0.9
+_PRODUCT = "a completion has one weight, the product of the ratios of its tokens."
+_FALLS = f"Otherwise the weights fall with length, even if nothing is wrong: {_PRODUCT}"
+_FELL = (
+    f"Otherwise the gap or the length has grown, because the mean weight was {{first:.2g}} at the start: {_PRODUCT}"
+)
+
+_GROWN = "First find out why it fell: look for weights that do not arrive, and whether completions became longer."
+
+
 def _about_weights(settings: Settings | None) -> dict[str, str]:
     """What to set about weights and bounds in the mode of a run; empty where it is set."""
     if settings is None:
@@ -175,9 +186,12 @@ def fill(text: str, window: Window, **values: object) -> str:
     few_cut = cut is not None and cut < CUT
     gave = _ROUNDED[window.rounds_more if window.rounds_more in _ROUNDED else ""]
     rounding = _rounding(window, gap).format(gave=gave)
+    first = window.course.weight_at_start
     parts = {
         "preset": _preset(window.settings),
         "length": "" if window.length is None else f" of {window.length:.0f} tokens on average",
+        "fell": _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS,
+        "grown": _GROWN if first and first >= _NEAR_1 else "",
         **_about_weights(window.settings),
         "uncorrected": (_UNCORRECTED_LARGE if gap > LARGE else _UNCORRECTED)[came],
         "corrected": (_CORRECTED_HUGE if gap > HUGE else _CORRECTED)[came],

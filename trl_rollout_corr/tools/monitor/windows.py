@@ -41,6 +41,7 @@ class Course:
         self.spacing, self.settled = 1, False
         self._step, self._oldest = 0, 0.0
         self._first = list[tuple[int, float, float]]()  # step, `kl` and `k3_kl` of the first windows
+        self._weights = list[float]()  # mean weights of the first windows
         self._fresh = list[float]()  # `k3_kl` of the first optimizer steps in which no weights are known to be stale
         self.go_on(0)
 
@@ -63,6 +64,8 @@ class Course:
                 if window.step <= self.BEGINNING and staleness < 1.0:
                     self._fresh.append(k3)
             self._excess.append(k3 - kl)
+        if (weight := window.get("rollout_is_mean")) is not None and len(self._weights) < self.BEGINNING:
+            self._weights.append(weight)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
         if (mean_reward := window.get("reward_mean")) is not None:
@@ -72,6 +75,11 @@ class Course:
     def gap_at_start(self) -> float:
         """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
         return max(min((kl for _, kl, _ in self._first), default=0.0), 0.0)
+
+    @property
+    def weight_at_start(self) -> float | None:
+        """The largest mean weight of the first windows."""
+        return max(self._weights, default=None)
 
     @property
     def off_at_start(self) -> bool:
