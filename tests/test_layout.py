@@ -47,8 +47,19 @@ CORE = {
 TOOLS = {
     "tools": ["text", "recipes", "documents", "quantised_engine"],
     "tools.translation": ["verl", "counterparts", "setting_files"],
-    "tools.monitor": ["bands", "reward", "windows", "texts", "rule", "conditions", "rules", "examine", "callback"],
-    "tools.dump": ["columns", "rows", "sequences", "folder", "sample", "claims", "reading", "writing"],
+    "tools.monitor": [
+        "bands",
+        "stock",
+        "reward",
+        "windows",
+        "texts",
+        "rule",
+        "conditions",
+        "rules",
+        "examine",
+        "callback",
+    ],
+    "tools.dump": ["columns", "rows", "sequences", "folder", "sample", "claims", "states", "reading", "writing"],
     "tools.diagnosis": [
         "observed",
         "evidence",
@@ -61,6 +72,7 @@ TOOLS = {
         "effects",
         "ranking",
         "text",
+        "trl_log",
         "first_step",
     ],
     "tools.replay": [

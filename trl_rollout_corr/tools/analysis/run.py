@@ -1,22 +1,21 @@
 """The reader of a run: the log of its trainer, its dumped sequences, or both."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from ...messages import PREFIX, SelfContainedError, warn
+from ...messages import SelfContainedError, warn
 from ...settings.resolve import Settings, in_words
 from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
-from ..dump.folder import files_of, log_entries, read_json, read_logs
+from ..dump.folder import files_of, read_logs
 from ..dump.reading import Dump, open_dump
-from ..monitor.windows import is_training_window
+from ..dump.states import STATE, first_readable, merge, states_of
 from ..translation.setting_files import read_settings
 
 
-STATE = "trainer_state.json"
 # Columns of a dump that no page shows are not read
 _COLUMNS = [name for name in SCHEMA.names if name not in ("rank", "completion", "weights")]
 
@@ -50,7 +49,7 @@ def _read(path: Path) -> Run:
         raise ValueError("no such file or folder")
     if not path.is_dir() and not path.is_file():
         raise ValueError("this is neither a file nor a folder")
-    states, folder = _states(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
+    states, folder = states_of(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
     if path.is_file() and path.suffix != ".json":
         states, folder = [], path
     if not states and folder is None:
@@ -60,7 +59,7 @@ def _read(path: Path) -> Run:
     entries: list[dict[str, Any]] = []
     about: dict[str, str] = {}
     if states:
-        entries = _first_readable(states, damage, needed=folder is None)
+        entries = first_readable(states, damage, needed=folder is None)
     if folder is not None:
         dump = open_dump(path, _COLUMNS)
         settings = read_settings(dump.settings, "the settings in the dump cannot be read")
@@ -70,7 +69,7 @@ def _read(path: Path) -> Run:
         about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
         about["correction"] = in_words(settings)
         entries = [*read_logs(folder), *entries]
-    merged = _merge(entries)
+    merged = merge(entries)
     if not merged and dump is None:
         raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
     numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
@@ -85,19 +84,9 @@ def _other_dumps(folder: Path, chosen: Path) -> list[str]:
     ]
 
 
-def _merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Entries of training windows, one for each step. Of two entries for one step, the later one counts, key by key."""
-    merged: dict[int, dict[str, object]] = {}
-    for entry in log_entries(entries):
-        if is_training_window(entry):
-            step = int(entry["step"])
-            merged.setdefault(step, {}).update(entry, step=step)
-    return [merged[step] for step in sorted(merged)]
-
-
 def log_of_dump(path: Path) -> list[dict[str, object]]:
     """The log of a dump: entries of training windows, one for each step."""
-    return _merge(read_logs(path))
+    return merge(read_logs(path))
 
 
 def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
@@ -105,43 +94,3 @@ def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
     below, above = (settings.get(name) for name in ("epsilon", "epsilon_high"))
     lower = float(below) if isinstance(below, int | float) and below else 0.2
     return 1 - lower, 1 + (float(above) if isinstance(above, int | float) and above else lower)
-
-
-# The state of the trainer -------------------------------------------------------------------------------------------------
-
-
-def _states(folder: Path) -> list[Path]:
-    """The state in a folder, then the states of its checkpoints, the latest first."""
-    checkpoints = sorted(
-        folder.glob(f"checkpoint-*/{STATE}"), key=lambda path: (len(path.parent.name), path), reverse=True
-    )
-    return [path for path in (folder / STATE, *checkpoints) if path.is_file()]
-
-
-def _first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> list[dict[str, Any]]:
-    """The log of the first state that can be read. If none can, a `ValueError` about the first, where a state is needed."""
-    errors = []
-    for path in paths:
-        try:
-            return _entries(path)
-        except ValueError as error:
-            errors.append(error)
-            damage.append(f"{error}. It is left out")
-    if needed:
-        raise errors[0]
-    return []
-
-
-def _entries(path: Path) -> list[dict[str, Any]]:
-    try:
-        state = read_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
-    entries = state.get("log_history") if isinstance(state, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
-    if not entries:
-        raise ValueError(f"{path.name} holds no log entries yet")
-    if not any(str(key).startswith(PREFIX) for entry in entries for key in entry):
-        raise ValueError(f"{path.name} has no `{PREFIX}` metrics: the run did not use a trainer of this package")
-    return entries

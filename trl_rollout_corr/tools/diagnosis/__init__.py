@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 
 from ...messages import warn
+from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
+from ..dump.states import first_readable, merge, states_of
 from ..monitor.examine import examine, is_small
 from ..translation.setting_files import settings_of_run
+from . import trl_log
 from .observed import DumpedTokens
 from .ranking import Diagnosis, Finding, diagnose
 from .text import write_json, write_text
+from .trl_log import course_of
 
 
 # Columns of a dump that a diagnosis needs; `tokens` and `prompt` are text, of which it quotes a few words
@@ -75,10 +79,41 @@ def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
 
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
-    """The diagnosis of a dump as text or as JSON, and whether nothing has to be done."""
+    """
+    The diagnosis of a dump as text or as JSON, and whether nothing has to be done. Of a run without a dump, the suspicion from
+    the log of its trainer.
+    """
+    if states := _without_dump(Path(path)):
+        return _suspect(states, as_json=as_json)
     dump = _opened(path)
     diagnosis = diagnose(_tokens_of(dump))
     if as_json:
         return write_json(diagnosis, {"sample": dump.sample} if dump.sample else None), diagnosis.healthy
     note = f"\n{dump.sample}.\n" if dump.sample else ""
     return write_text(diagnosis) + note, diagnosis.healthy
+
+
+def _without_dump(path: Path) -> list[Path]:
+    """The states of a run that has no dump."""
+    if path.is_file():
+        return [path] if path.suffix == ".json" else []
+    try:
+        return states_of(path) if path.is_dir() and find_dump(path) is None else []
+    except OSError:  # which the reader of the dump reports
+        return []
+
+
+def _suspect(states: list[Path], *, as_json: bool) -> tuple[str, bool]:
+    """The suspicion from the log of a trainer, and whether there is none."""
+    damage: list[str] = []
+    entries = merge(first_readable(states, damage, needed=True))
+    for sentence in damage:
+        warn(f"{states[0].parent}: {sentence}.")
+    course = course_of(entries)
+    if course is None:
+        raise ValueError(
+            "this log has no ratio of TRL, and a diagnosis needs tokens: set `rollout_dump_dir`, train some steps, and name "
+            "the dump. `trl-rollout-corr report` shows the curves of the log"
+        )
+    write = trl_log.write_json if as_json else trl_log.write_text
+    return write(course), not trl_log.suspicions(course)

@@ -13,6 +13,7 @@ HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "effective_lr": (0.5, 1.5),
     "nonfinite_fraction": (None, 0.0),
     "rollout_is_mean": (0.8, 1.2),
+    "sampling/importance_sampling_ratio/mean": (0.8, 1.2),
     "rollout_is_std": (None, 1.0),
     "rollout_is_eff_sample_size": (0.5, None),
     "rollout_rs_masked_fraction": (None, 0.3),

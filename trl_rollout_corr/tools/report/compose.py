@@ -13,7 +13,9 @@ from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ..analysis.recommend import recommend
 from ..analysis.run import Run
+from ..diagnosis import trl_log
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
+from ..diagnosis.trl_log import Course, suspicions
 from ..dump.sequences import Sequences
 from ..monitor.rule import Alarm
 from ..text import number, percent, steps, yaml_lines
@@ -120,6 +122,8 @@ def _own(run: Run) -> dict[str, Any]:
 
 
 def _diagnosis(facts: Facts | None) -> Section | None:
+    if facts is not None and facts.course is not None:
+        return _suspected(facts.course)
     if facts is None or facts.diagnosis is None:
         return None
     diagnosis = facts.diagnosis
@@ -139,6 +143,15 @@ def _diagnosis(facts: Facts | None) -> Section | None:
                 yaml=yaml_lines(settings),
             )
         )
+    return Section("diagnosis", "Diagnosis", cards=cards)
+
+
+def _suspected(course: Course) -> Section:
+    """What the log of a trainer of TRL makes suspect."""
+    found = suspicions(course)
+    cards = [Card(f"{trl_log.headline(found)}.", trl_log.detail(course), "warning" if found else "healthy")]
+    for it in found:
+        cards.append(Card(capitalized(it.title), it.text, "warning", remedy=it.remedy, yaml=yaml_lines(it.settings)))
     return Section("diagnosis", "Diagnosis", cards=cards)
 
 
@@ -171,9 +184,11 @@ def _settings(facts: Facts) -> Section:
     settings = facts.run.settings
     if settings is None:
         text = "Set `rollout_dump_dir`, train some steps, and report on the folder of the run."
-        return Section(
-            "settings", "Settings to try", cards=[Card("A dump first", text, yaml="rollout_dump_dir: dump\n")]
-        )
+        fields = "rollout_dump_dir: dump\n"
+        if facts.course is not None:
+            text = f"Take a trainer of this package, which keeps the loss with `rollout_correction: trl`. {text}"
+            fields = f"rollout_correction: trl\n{fields}"
+        return Section("settings", "Settings to try", cards=[Card("A dump first", text, yaml=fields)])
     text = "Settings of the run, except for the monitor and the dump."
     best = recommend(settings, facts.alarms, facts.diagnosis.size) if facts.diagnosis else None
     if best is None or not best.settings:

@@ -8,11 +8,13 @@ import pandas as pd
 from ...messages import PREFIX
 from ..analysis.run import Run
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
+from ..diagnosis.trl_log import Course, course_of, headline, of_trl, suspicions
 from ..monitor.bands import HEALTHY, in_words
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import examine, is_small
 from ..monitor.rule import Alarm
-from ..monitor.windows import Window
+from ..monitor.stock import RATIO, windows_of_stock
+from ..monitor.windows import Window, is_training_window
 from ..text import number, steps
 
 
@@ -36,6 +38,7 @@ class Facts(NamedTuple):
     windows: str  # the number of logging windows, in words
     alarms: list[Alarm]  # in the log, the most serious first
     diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
+    course: Course | None  # of TRL's ratio, in the log of a trainer of TRL
 
     @property
     def numbered_alarms(self) -> list[tuple[int, str, Alarm]]:
@@ -48,9 +51,11 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
-    alarms = examine(run.entries, run.settings, num_iterations=iterations)
+    course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
+    entries, settings = (run.entries, run.settings) if course is None else (windows_of_stock(run.entries), of_trl())
+    alarms = examine(entries, settings, num_iterations=iterations)
     diagnosis = None if letter else _diagnose(run, quiet=not alarms and is_small(run.entries))
-    return Facts(name, letter, run, windows, alarms, diagnosis)
+    return Facts(name, letter, run, windows, alarms, diagnosis, course)
 
 
 def state_of(facts: Facts) -> tuple[str, str, str]:
@@ -62,6 +67,8 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
         detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
+    if facts.course is not None and (found := suspicions(facts.course)):
+        return "warning", "Look into it", f"{headline(found)}."
     is_expected = facts.diagnosis is not None and facts.diagnosis.expected
     expected = " Its gap is expected, and is corrected." if is_expected else ""
     if doubts := _outside(facts.run) + _without_advantages(facts.run):
@@ -72,8 +79,10 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
 def _outside(run: Run) -> list[str]:
     """Metrics on the page that leave their healthy band in some window, in words."""
     found = []
-    for metric in SHOWN:
-        values = run.log.get(PREFIX + metric, pd.Series(dtype=float)).dropna()
+    of_trl = [] if f"{PREFIX}rollout_is_mean" in run.log else [RATIO]
+    for metric in (*SHOWN, *of_trl):
+        key = metric if metric in of_trl else PREFIX + metric
+        values = run.log.get(key, pd.Series(dtype=float)).dropna()
         off = [float(value) for value in values if not is_healthy(metric, value)]
         if off:
             span = number(off[0]) if len(off) == 1 else f"{number(min(off))} to {number(max(off))}"

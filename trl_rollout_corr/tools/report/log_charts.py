@@ -9,6 +9,7 @@ import pandas as pd
 
 from ...messages import PREFIX
 from ..monitor.bands import HEALTHY, in_words
+from ..monitor.stock import CLIPPED, GAP, LENGTH, RATIO
 from ..text import number, percent
 from .facts import Facts, is_healthy
 from .page import Card, Chart, Curve, Section
@@ -36,6 +37,14 @@ OVERVIEW = {
     "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
     "reward": Trend("Reward", {"reward": "reward"}),
 }
+# Of TRL, which a trainer of TRL logs without this package
+OF_TRL = {
+    "trl-ratio": Trend("TRL's mean importance ratio", {RATIO: "mean"}),
+    "trl-gap": Trend("Difference of log-probabilities in TRL, nats per token", {GAP: "mean"}),
+    "length": Trend("Length of completions, tokens", {LENGTH: "mean"}),
+    "clipped": Trend("Share of completions that are cut", {CLIPPED: "share"}),
+    "trl-clip": Trend("Share of tokens that PPO clips", {"clip_ratio/region_mean": "share"}),
+}
 MORE = {
     "kl-rewarded": Trend("KL divergence over tokens with a positive advantage", {"kl_advantage_positive": "positive"}),
     "k3-kl-by-turn": Trend(
@@ -44,8 +53,10 @@ MORE = {
         log=True,
     ),
     "mean-weight": Trend("Mean importance weight", {"rollout_is_mean": "mean"}),
+    **OF_TRL,
     "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
 }
+_OF_TRL = {"reward", RATIO, GAP, LENGTH, CLIPPED, "clip_ratio/region_mean"}
 _LAST = 10  # windows of which a main number is the mean: as many, or a tenth of the run if that is more
 POINTS = 250  # per curve; more cannot be told apart
 _NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
@@ -128,11 +139,14 @@ def _ends(values: pd.Series) -> str:
 
 
 def _key(metric: str) -> str:
-    return metric if metric == "reward" else PREFIX + metric
+    return metric if metric in _OF_TRL else PREFIX + metric
 
 
 def main_numbers(log: pd.DataFrame) -> list[Card]:
     """The four main numbers of a run, with their first values and healthy bands; none without a log."""
+    if RATIO in log and _key("k3_kl") not in log:  # of a trainer of TRL
+        trends = (OF_TRL["trl-ratio"], OF_TRL["trl-gap"], OF_TRL["length"], OVERVIEW["reward"])
+        return [_main_number(trend, log) for trend in trends]
     name = "sample-size" if _key("rollout_is_eff_sample_size") in log else "effective-lr"
     return [] if log.empty else [_main_number(OVERVIEW[key], log) for key in ("k3-kl", name, "rejected", "reward")]
 
@@ -170,7 +184,8 @@ def overview(runs: Sequence[Facts]) -> Section:
             " Lines are means over windows of steps, and the pale bands reach from the lowest to the highest value."
         )
     logs = {facts.name: facts.run.log for facts in runs}
-    charts = draw_trends(OVERVIEW, logs, _colors(runs), [(step, name) for step, name, _ in alarms])
+    drawn = {**OVERVIEW, **OF_TRL} if all(facts.course for facts in runs) else OVERVIEW
+    charts = draw_trends(drawn, logs, _colors(runs), [(step, name) for step, name, _ in alarms])
     return Section("overview", "What happened", text if charts else "", charts=charts)
 
 
@@ -183,7 +198,7 @@ def _colors(runs: Sequence[Facts]) -> Sequence[str]:
 
 def more_trends(facts: Facts) -> Section | None:
     """Charts of the other metrics."""
-    charts = draw_trends(MORE, {"": facts.run.log}, _colors([facts]))
+    charts = draw_trends({} if facts.course else MORE, {"": facts.run.log}, _colors([facts]))
     return Section("trends", "More trends", charts=charts) if charts else None
 
 

@@ -1,0 +1,246 @@
+"""
+The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean importance ratio between the
+trainer and vLLM. A log has means only, so it proves nothing.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...messages import capitalized
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings
+from ..monitor.stock import GAP, LENGTH, RATIO, value_of
+from ..text import number, yaml_lines
+
+
+LOW, _HIGH = 0.8, 1.2  # healthy mean ratios: steps are about as large as the learning rate says
+_FALLS = 0.8  # share of the ratio at first, below which it has fallen
+_SUDDEN = 50  # optimizer steps, in which something breaks; drift takes longer
+_LARGE = 0.1  # nats per token, which no rounding gives on average
+_MANY = 20  # entries, of which one in twenty is averaged at each end
+_AT_ONCE = {"vllm_importance_sampling_mode": "token_truncate"}
+
+
+class Suspicion(NamedTuple):
+    """What may be the reason of a mean ratio."""
+
+    name: str
+    title: str
+    text: str  # why it is suspected, with its doubt
+    remedy: str
+    settings: Mapping[str, object] = {}
+
+
+class Course(NamedTuple):
+    """The course of TRL's mean ratio in a log."""
+
+    first: float  # ratio, mean of the first entries
+    last: float
+    steps: tuple[int, int]  # optimizer steps of the log
+    n: int  # entries with a ratio
+    lowest: float
+    dips: int  # entries below half of the usual ratio
+    fall: tuple[int, int]  # optimizer steps between which most of the fall happens
+    within: int  # entries from the first to the second
+    gap: (
+        tuple[float, float] | None
+    )  # mean absolute difference of log-probabilities at first and at last, nats per token
+    length: tuple[float, float] | None  # mean length of completions at first and at last
+
+    @property
+    def fell(self) -> bool:
+        return self.last < _FALLS * self.first
+
+    @property
+    def sudden(self) -> bool:
+        return self.fall[1] - self.fall[0] <= _SUDDEN or (self.within <= 1 and self.n > 3)
+
+
+def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
+    """The course of the ratio in the entries of a log, one for each step in order; `None` without a ratio."""
+    known = [(int(entry["step"]), x) for entry in entries if (x := value_of(entry, RATIO)) is not None]
+    if not known:
+        return None
+    steps, ratios = np.array([step for step, _ in known]), np.array([x for _, x in known])
+    width = max(len(ratios) // _MANY, 1)
+    level = np.convolve(ratios, np.ones(width) / width, "valid")  # of the entries from each one on
+    first, last = float(level[0]), float(level[-1])
+    begin = int(np.flatnonzero(level >= first - (first - last) / 10)[-1]) if last < first else 0
+    below = np.flatnonzero(level[begin:] <= last + (first - last) / 10)
+    end = begin + int(below[0]) if below.size else begin
+    end = min(end + width - 1, len(steps) - 1)
+    dips = int((ratios < np.median(ratios) / 2).sum())
+    fall = int(steps[begin]), int(steps[end])
+    gap, length = _ends(entries, GAP), _ends(entries, LENGTH)
+    whole = int(steps[0]), int(steps[-1])
+    return Course(first, last, whole, len(ratios), float(ratios.min()), dips, fall, end - begin, gap, length)
+
+
+def _ends(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float] | None:
+    """Means of a metric over the first and over the last entries that have it."""
+    values = [x for entry in entries if (x := value_of(entry, key)) is not None]
+    width = max(len(values) // _MANY, 1)
+    return (float(np.mean(values[:width])), float(np.mean(values[-width:]))) if values else None
+
+
+# The suspicions ---------------------------------------------------------------------------------------------------------
+
+_LENGTH = Suspicion(
+    "whole_completions",
+    "weights of whole completions, which fall with length",
+    "TRL's default gives each completion one weight, the product of the ratios of its tokens. Rounding alone adds "
+    "up there, so "
+    "that long completions hardly learn.",
+    "Take weights of tokens.",
+    _AT_ONCE,
+)
+_DISTORTED = Suspicion(
+    "truncation",
+    "a sampler that draws from another distribution",
+    "`top_p`, `top_k`, `min_p`, a penalty or another temperature makes every ratio too small, from the first step on.",
+    "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults, and look for them in "
+    "`generation_kwargs` and, with "
+    "a server, in the model's `generation_config.json`.",
+)
+_FROM_THE_START = Suspicion(
+    "large_gap",
+    "log-probabilities that differ far more than by rounding, from the first step on",
+    "The two sides may read other tokens, have other weights or another temperature, or the values are not those of "
+    "the sampled "
+    "tokens.",
+    "Find the cause before you train: no weights repair it.",
+)
+_BROKEN = Suspicion(
+    "broken",
+    "something that broke: weights that no longer arrive in vLLM, or a policy that moves too fast",
+    "A ratio that falls within so few steps is neither rounding nor length.",
+    "Look at what happened at that step: a push of weights or of an adapter, a restart or sleep of vLLM, a learning "
+    "rate that is "
+    "too high (`grad_norm` and `entropy` in the same log). To tell them apart, train a few steps with "
+    "`learning_rate: 0` from "
+    "the initial model: the ratio then stays near 1 unless vLLM has other weights.",
+)
+_DRIFT = Suspicion(
+    "drift",
+    "weights in vLLM that fall behind: they arrive only in part, or not each time",
+    "Pushes that leave out some weights, an adapter that is merged with rounding, or a vLLM whose sleep mode loads "
+    "the base "
+    "model again (TRL issue 5312) look like this.",
+    "Switch `vllm_enable_sleep_mode` off if it is on, and compare a weight in vLLM with the trainer's after a push.",
+)
+_MISMATCH = Suspicion(
+    "growing_gap",
+    "a gap that grows with training",
+    "Updates on completions of another policy make the next ones more different, and a policy that becomes sure of "
+    "its tokens "
+    "rounds more.",
+    "Lower `learning_rate`, and push weights after each step.",
+)
+_DIPS = Suspicion(
+    "single_steps",
+    "single steps that are far off, between healthy ones",
+    "With few completions in a step this may be chance. Otherwise a part of the completions came from other "
+    "weights, or with "
+    "wrong log-probabilities, and only now and then.",
+    "Compare these steps with the others: a replica of the server that was not updated, a push that failed, another "
+    "length.",
+)
+_LONGER = _LENGTH._replace(
+    text="The completions became longer. TRL's default gives each completion one weight, the product of the ratios "
+    "of its "
+    "tokens, so that the mean falls with length at the same gap."
+)
+
+
+def suspicions(course: Course) -> list[Suspicion]:
+    """What may be the reason of the ratios of a log, the first suspicion first; empty for ratios near 1."""
+    if course.fell:
+        if course.sudden:
+            return [_BROKEN, _MISMATCH]
+        longer = course.length is not None and course.length[1] > 1.5 * course.length[0]
+        wider = course.gap is None or course.gap[1] > 1.5 * course.gap[0]
+        return [_LONGER, _DRIFT, _MISMATCH] if longer and not wider else [_DRIFT, _MISMATCH]
+    if max(course.first, course.last) > _HIGH or (course.gap is not None and course.gap[0] > _LARGE):
+        return [_FROM_THE_START]
+    if course.last >= LOW and course.first >= LOW:
+        return [_DIPS] if course.dips else []
+    return [_LENGTH, _DISTORTED]
+
+
+def of_trl() -> Settings:
+    """Settings of TRL's default: what the rules take a run of TRL for, whose log does not name them."""
+    return RolloutCorrectionConfig(rollout_correction="trl").settings
+
+
+# In words ---------------------------------------------------------------------------------------------------------------
+
+_TO_FIND_OUT = (
+    "To find out, train some steps with a trainer of this package, `rollout_correction: trl`, which keeps the loss, "
+    "and "
+    "`rollout_dump_dir`, and diagnose the dump."
+)
+
+
+def headline(found: Sequence[Suspicion]) -> str:
+    """The answer in a line."""
+    return f"Possible: {found[0].title}" if found else "Nothing suspicious in the ratios of this log"
+
+
+def detail(course: Course) -> str:
+    """What the log has."""
+    first, last = course.steps
+    parts = [
+        f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log "
+        f"entries, steps "
+        f"{first} to {last})."
+    ]
+    if course.fell:
+        parts.append(f"Most of the fall is between step {course.fall[0]} and step {course.fall[1]}.")
+    if course.gap is not None:
+        parts.append(
+            f"The mean difference of log-probabilities is {number(course.gap[0])} and then {number(course.gap[1])} "
+            f"nats."
+        )
+    if course.dips and not course.fell:
+        parts.append(
+            f"It is below half of its median in {course.dips} entries, and as low as {number(course.lowest)}."
+        )
+    if course.length is not None:
+        parts.append(f"Completions have {course.length[0]:.0f} and then {course.length[1]:.0f} tokens.")
+    if course.length is not None and 0 < course.last < LOW and not course.fell:
+        per_token = -math.log(course.last) / max(course.length[1], 1)
+        parts.append(
+            f"If each completion has one weight, {number(per_token)} nats for each token are enough for this ratio."
+        )
+    return " ".join([*parts, f"A log has means only, so that it proves nothing. {_TO_FIND_OUT}"])
+
+
+def write_text(course: Course) -> str:
+    """The suspicions as text for a terminal."""
+    found = suspicions(course)
+    lines = [f"{headline(found)}.", detail(course)]
+    for place, it in enumerate(found, 1):
+        lines += ["", f"{place}. {capitalized(it.title)} ({it.name})", "   possible", f"   Why: {it.text}"]
+        lines += [f"   What to do: {it.remedy}", *(f"     {line}" for line in yaml_lines(it.settings).splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def write_json(course: Course) -> str:
+    """The suspicions as JSON."""
+    found = suspicions(course)
+    causes = [
+        {"cause": it.name, "title": it.title, "why": it.text, "remedy": it.remedy, "settings": it.settings}
+        for it in found
+    ]
+    document = {
+        "verdict": "suspicion" if found else "nothing",
+        "healthy": not found,
+        "ratio": {"first": course.first, "last": course.last, "lowest": course.lowest, "entries": course.n},
+        "steps": course.steps,
+        "causes": causes,
+    }
+    return json.dumps(document, indent=2) + "\n"
