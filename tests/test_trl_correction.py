@@ -19,6 +19,7 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.monitor.stock import CLIPPED, GAP, GAP_MAX, LENGTH, RATIO, RATIO_MAX, RATIO_MIN
 from trl_rollout_corr.tools.text import yaml_lines
 from trl_rollout_corr.trainers.pushes import push_by_reload
 
@@ -63,6 +64,24 @@ def assert_every_command_reads(trainer, folder, of_trl):
     assert json.loads(printed("diagnose", folder, "--json"))["tokens"] > 0
 
 
+def assert_the_log_of_trl_is_read(trainer, folder, mode):
+    """See that `report` and `diagnose` read what a trainer of TRL logs, and refuse the log of one that has no ratio."""
+    (folder / "checkpoint-3").mkdir(parents=True)
+    trainer.state.save_to_json(str(folder / "checkpoint-3" / "trainer_state.json"))
+    logged_of_trl = {*trainer.state.log_history[0]}
+    if not mode.get("correction", True):
+        assert main(["diagnose", str(folder)]) == 2
+        assert not logged_of_trl & {RATIO, GAP}
+        return
+    assert logged_of_trl >= {RATIO, RATIO_MIN, RATIO_MAX, GAP, GAP_MAX, LENGTH, CLIPPED}
+    ratios = [entry[RATIO] for entry in trainer.state.log_history if RATIO in entry]
+    found = json.loads(printed("diagnose", folder, "--json"))["ratio"]
+    assert (found["first"], found["last"], found["entries"]) == (ratios[0], ratios[-1], len(ratios))
+    assert printed("report", folder, "-o", folder / "report.html")
+    page = (folder / "report.html").read_text()
+    assert "TRL's mean importance ratio" in html.unescape(page)
+
+
 def printed(*arguments):
     """What a command prints, which must not refuse its input."""
     with redirect_stdout(io.StringIO()) as output:
@@ -74,7 +93,9 @@ def printed(*arguments):
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_loss_of_the_unchanged_script_is_kept_bit_for_bit(make, mode, tmp_path):
     fields = {OF_TRL + name: value for name, value in mode.items()}
-    expected = losses(make(*GRPO[0], **fields))
+    theirs = make(*GRPO[0], **fields)
+    expected = losses(theirs)
+    assert_the_log_of_trl_is_read(theirs, tmp_path / "theirs", mode)
     ours = make(*GRPO[1], rollout_correction="trl", rollout_dump_dir=str(tmp_path / "dump"), **fields)
     assert losses(ours) == expected
     assert min(logged(ours, "k3_kl")) > 1e-4
@@ -132,8 +153,10 @@ def test_for_rloo_it_is_no_correction(make, tmp_path):
 def test_a_configuration_of_ours_in_a_trainer_of_trl_is_trls_default(make, classes):
     (theirs, their_config), (_, our_config) = classes
     expected = losses(make(theirs, their_config))
-    half = make(theirs, our_config)
-    assert losses(half) == expected
+    half = make(theirs, our_config, rollout_correction="bypass_pg_is")
+    with pytest.warns(UserWarning, match="settings of rollout correction have no effect, .* a trainer of TRL") as said:
+        assert losses(half) == expected
+    assert len([warning for warning in said if "no effect" in str(warning.message)]) == 1
     assert getattr(half, f"{OF_TRL}correction", True) is True
 
 

@@ -23,7 +23,7 @@ from ..trainers.batches import TAGS, CorrectsBatches
 from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..trainers.metadata import check_types, engine_metadata
 from ..trainers.observer import CorrectedBatch
-from ..trainers.trl_checks import CHECKS
+from ..trainers.trl_checks import CHECKS, ReadByTrainer
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from ..trainers.vllm_engine import check_server_logprobs, read_configuration
 from .packing import Terms
@@ -38,7 +38,7 @@ LOSS_MASK = "loss_mask"  # (B, T)
 
 
 @dataclass
-class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, AsyncGRPOConfig):
+class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, AsyncGRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
 

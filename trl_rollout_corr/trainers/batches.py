@@ -70,6 +70,7 @@ class CorrectsBatches(_Host):
             warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
             args.check()
         self._settings: Settings = args.settings
+        args._is_read = True
         for field in self._watched_fields:
             tool(field).check(self._settings)
         self._fields = _fields_of(args)

@@ -14,12 +14,12 @@ from .completions import checking, read_logprobs
 from .forward_pass import Generation
 from .keys import OLD_LOGPS
 from .mixin import RolloutCorrectionMixin
-from .trl_checks import CHECKS, check_loss_type
+from .trl_checks import CHECKS, ReadByTrainer, check_loss_type
 from .trl_interface import with_parameters_of
 
 
 @dataclass
-class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
+class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 

@@ -14,12 +14,12 @@ from .batches import TAGS
 from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .observer import CorrectedBatch
-from .trl_checks import CHECKS
+from .trl_checks import CHECKS, ReadByTrainer
 from .trl_interface import with_parameters_of
 
 
 @dataclass
-class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, RLOOConfig):
+class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, ReadByTrainer, RLOOConfig):
     """
     Configuration class for the [`RolloutCorrectedRLOOTrainer`].
 

@@ -33,6 +33,24 @@ _DISTORTING = (
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
+class ReadByTrainer:
+    """A configuration that says so if the trainer that trains with it is TRL's own, which ignores the settings."""
+
+    _is_read = False  # a trainer of this package has read the settings
+
+    def get_warmup_steps(self, num_training_steps: int) -> Any:
+        # Of the methods of a configuration, this is the one that Transformers calls when training begins, and only then
+        if not self._is_read:
+            warn(
+                "The settings of rollout correction have no effect, because no trainer of this package has read them: a "
+                f"trainer of TRL trains with this `{type(self).__name__}`, and keeps its own correction. Build the trainer "
+                "with a class of this package, such as `RolloutCorrectedGRPOTrainer`.",
+                "rollout_correction",
+            )
+            self._is_read = True  # said once
+        return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
+
+
 # The loss -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,139 @@
+"""The log of a trainer of TRL, without this package: what `diagnose` suspects, and what `report` shows."""
+
+import html
+import json
+import random
+
+import pytest
+
+from tests.dumps import make_dump
+from tests.training import TRAINERS, BrokenSampler, build, messages
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.tools.monitor.stock import GAP, LENGTH, RATIO
+
+
+NOISE = random.Random(0)
+# Ratios by step. The first three are public runs: one that learned nothing, one that was given up, one whose vLLM slept
+FLAT = {step: 0.59 + NOISE.gauss(0, 0.02) for step in range(10, 1491, 10)}
+SUDDEN = dict(enumerate([0.97, 0.75, 0.4, 0.2, 0.065], 1))
+SLOW = {step: 1.0 - 0.34 * step / 2000 + NOISE.gauss(0, 0.01) for step in range(0, 2001, 10)}
+HEALTHY = {step: 0.99 + NOISE.gauss(0, 0.02) for step in range(1, 60)}
+
+
+def write(folder, ratios, **others):
+    """The state of a trainer of TRL; `others` are metrics that go from one value to another."""
+    entries = []
+    for i, (step, ratio) in enumerate(ratios.items()):
+        entry = {"step": step, "loss": 0.1, "reward": 0.4, "learning_rate": 1e-6, RATIO: ratio}
+        for key, (first, last) in others.items():
+            name = {"gap": GAP, "length": LENGTH}[key]
+            entry[name] = first + (last - first) * i / (len(ratios) - 1)
+        entries.append(entry)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"log_history": [*entries, {"step": 9, "train_runtime": 1.0}]})
+    )
+    return folder
+
+
+def suspected(capsys, folder):
+    code = main(["diagnose", str(folder), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["healthy"] else 1)
+    return [cause["cause"] for cause in found["causes"]]
+
+
+@pytest.mark.parametrize("known", [{}, {"length": (90, 90)}, {"gap": (0.006, 0.006), "length": (90, 90)}], ids=str)
+def test_three_shapes_are_three_first_suspicions(known, tmp_path, capsys):
+    shapes = {"flat": FLAT, "sudden": SUDDEN, "slow": SLOW, "healthy": HEALTHY}
+    found = {}
+    for name, ratios in shapes.items():
+        moving = {
+            key: (a, a + 1.0) if name in ("sudden", "slow") and key == "gap" else (a, b)
+            for key, (a, b) in known.items()
+        }
+        found[name] = suspected(capsys, write(tmp_path / name, ratios, **moving))
+    assert [causes[0] for causes in (found["flat"], found["sudden"], found["slow"])] == [
+        "whole_completions",
+        "broken",
+        "drift",
+    ]
+    assert found["healthy"] == []
+
+
+def test_what_else_a_log_can_show(tmp_path, capsys):
+    longer = write(tmp_path / "longer", SLOW, gap=(0.006, 0.006), length=(20, 90))
+    assert suspected(capsys, longer)[0] == "whole_completions"
+    far = write(tmp_path / "far", dict.fromkeys(range(9), 1e-8), gap=(0.8, 0.8), length=(4000, 4000))
+    assert suspected(capsys, far) == ["large_gap"]
+    assert suspected(capsys, write(tmp_path / "raw", dict.fromkeys(range(9), 1.6))) == ["large_gap"]
+    steps = {**HEALTHY, 20: 0.01, 40: 0.02}
+    assert suspected(capsys, write(tmp_path / "steps", steps)) == ["single_steps"]
+    assert suspected(capsys, write(tmp_path / "one", {1: 0.5})) == ["whole_completions", "truncation"]
+
+
+def test_the_answer_states_its_doubt_and_the_page_draws_the_curve(tmp_path, capsys):
+    folder = write(tmp_path / "run" / "checkpoint-10", FLAT, gap=(0.006, 0.006), length=(90, 90)).parent
+    assert main(["diagnose", str(folder)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("Possible: weights of whole completions, which fall with length.")
+    for words in ("proves nothing", "0.0057 nats for each token", "vllm_importance_sampling_mode: token_truncate"):
+        assert words in text.replace("0.00566", "0.0057").replace("0.00567", "0.0057")
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+    page = html.unescape((tmp_path / "report.html").read_text().replace("<code>", "`").replace("</code>", "`"))
+    for words in (
+        "TRL's mean importance ratio",
+        "weight_of_completions",
+        "A log has means only",
+        "of 90 tokens on average",
+    ):
+        assert words in page
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.png")]) == 0
+
+
+def test_an_alarm_about_a_fall_does_not_put_it_down_to_length(tmp_path, capsys):
+    folder = write(tmp_path, SUDDEN, length=(90, 90))
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert "the mean weight was 0.97 at the start" in page
+    assert "even if nothing is wrong" not in page
+
+
+# Weights of whole completions in a run of this package ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0.01, -0.01])
+def test_small_weights_of_whole_completions_are_an_alarm_at_the_second_step(shift, tiny_model_path, tmp_path, caplog):
+    def change(output):
+        output["logprobs"] = [[logp + shift for logp in row] for row in output["logprobs"]]
+
+    sampler = BrokenSampler(tiny_model_path, change, noise=0.0, min_length=60, max_length=60)
+    fields = {"rollout_is": "sequence", "rollout_monitor": "warn", "max_completion_length": 60}
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, **fields)
+    trainer.train()
+    said = [message for message in messages(caplog) if "weight_of_completions" in message]
+    assert bool(said) == (shift > 0)
+    if said:
+        assert said[0].startswith(
+            "▲ step 2: The mean importance weight of completions of 60 tokens on average is 0.55"
+        )
+        assert "Set `rollout_is` to token." in said[0]
+
+
+def test_the_diagnosis_names_them_first(tmp_path, capsys):
+    common = {"spread": 0.11, "length": 90, "vary": False, "tools": False, "gaussian": True, "steps": 6}
+    trl = make_dump(tmp_path / "trl", settings={"rollout_correction": "trl"}, **common)
+    main(["diagnose", str(trl), "--json"])
+    first = json.loads(capsys.readouterr().out)["causes"][0]
+    assert (first["cause"], first["settings"]) == (
+        "whole_completions",
+        {"vllm_importance_sampling_mode": "token_truncate"},
+    )
+    assert first["certainty"] > 0.9
+    assert first["evidence"]["weight"] < 0.8 < 0.95 < first["evidence"]["tokens"]
+    ours = make_dump(tmp_path / "ours", settings={"rollout_is": "token"}, **common)
+    main(["diagnose", str(ours), "--json"])
+    assert "whole_completions" not in {cause["cause"] for cause in json.loads(capsys.readouterr().out)["causes"]}
+    short = make_dump(tmp_path / "short", settings={"rollout_correction": "trl"}, **{**common, "spread": 0.01})
+    main(["diagnose", str(short), "--json"])
+    assert "whole_completions" not in {cause["cause"] for cause in json.loads(capsys.readouterr().out)["causes"]}
