@@ -499,8 +499,8 @@ def test_a_long_completion_pads_no_other(tmp_path, monkeypatch):
     token = {"rollout_is": "token", "rollout_is_threshold": 2.0}
     whole = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [0.99, 1.01]}
     for fields in (token, {**token, "rollout_is_batch_normalize": True}, {**whole, "rollout_rs_renormalize": True}):
-        config = RolloutCorrectionConfig(**fields)
-        effects = [recompute.recompute(x, config, clip=(0.8, 1.2)) for x in (batch, one_block)]
+        settings = RolloutCorrectionConfig(**fields).settings
+        effects = [recompute.recompute(x, settings, clip=(0.8, 1.2)) for x in (batch, one_block)]
         assert like(effects[1]._asdict(), 1e-5) == effects[0]._asdict()
 
 

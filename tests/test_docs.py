@@ -195,7 +195,7 @@ def healthy_claims(document: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("document", "keys"),
     {
-        "docs/metrics.md": set(HEALTHY),
+        "docs/metrics.md": {key for key in HEALTHY if "/" not in key},  # without TRL's own
         "README.md": {"k3_kl", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction", "effective_lr"},
     }.items(),
 )

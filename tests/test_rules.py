@@ -148,6 +148,7 @@ FAR = {
     "k3_high": {"k3_kl": 0.31, "kl": 0.3},
     "k3_corrected": {"k3_kl": 0.31, "kl": 0.3},
     "nonfinite_many": {"nonfinite_fraction": 0.51},
+    "weight_of_completions": {"rollout_is_mean": 0.079},
     "weight_mean_low": {"rollout_is_mean": 0.049},
     "weight_mean_high": {"rollout_is_mean": 20.1},
     "effective_sample_size": {"rollout_is_eff_sample_size": 0.029},

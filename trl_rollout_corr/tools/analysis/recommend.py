@@ -39,7 +39,8 @@ def recommend(run: Settings, alarms: Sequence[Alarm], spread: float) -> Advice:
     reason = "This preset has no bounds to fit."
     preset = RolloutCorrectionConfig(rollout_correction=name).settings
     if not run.corrects or any(getattr(run, x) != getattr(preset, x) for x in ("mode", "bounding", "criteria")):
-        return Advice({"rollout_correction": name}, reason)
+        remove = f" Remove {', '.join(f'`{field}`' for field in run.beside)} beside it." if run.beside else ""
+        return Advice({"rollout_correction": name}, f"{reason}{remove}")
     if alarm:
         reason = "But trainer and sampler are too far apart even so: find the cause of the gap first."
     return Advice({}, f"The run has the settings of `{name}` already. {reason}")
