@@ -365,6 +365,16 @@ def test_gaps_name_the_arms_that_differ(arena):
     rows = [{**row, "k3": 0.01} for row in cell_of("a", none=[0.5, 0.5, 0.52], cap3=[0.8, 0.8, 0.82])]
     table = arena("report").gaps(rows, ["none", "cap3"])
     assert line_of(table, "a", "`none`") == ["0.507 (3)", "0.01", "0 of 3", "none", "`cap3` (-0.30)"]
+    rows = [{**row, "late": 0.6, "lowest": row["accuracy"] - 0.25, "reward": 0.45} for row in rows]
+    line = line_of(arena("report").gaps(rows, ["none", "cap3"]), "a", "`none`")
+    assert line[:5] == ["0.507 (3)", "0.60", "0.25", "0.45", "0.01"]
+
+
+def test_a_run_of_many_steps_also_has_its_second_half_and_the_reward_of_its_sampler(arena, plan):
+    run = plan.fresh_weights()[0]
+    history = {"reward": [0.1] * 540 + [0.5] * 60}
+    row = arena("results").row_of(run, {"accuracy": [0.9, 0.9, 0.2, 0.6], "history": history})
+    assert (row["late"], row["lowest"], row["reward"]) == (0.4, 0.2, 0.5)
 
 
 def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, tmp_path):

@@ -229,7 +229,12 @@ def counted(scores_of_arm: Mapping[int, float]) -> str:
 def gaps(rows: Sequence[Row], arms: Sequence[str]) -> str:
     """A line per cell and arm: score, gap and falls, and the arms from which it differs by the rule."""
     cells, spread = scores(rows), Spread(rows)
-    lines = ["| cell | arm | score | `k3_kl` | falls | better than | worse than |", "| --- " * 7 + "|"]
+    long = any("late" in row for row in rows)
+    middle = " second half: mean | lowest | reward of the sampler at the end |" if long else ""
+    lines = [
+        f"| cell | arm | score |{middle} `k3_kl` | falls | better than | worse than |",
+        "| --- " * (10 if long else 7) + "|",
+    ]
     for name, cell in cells.items():
         for arm in (arm for arm in arms if arm in cell):
             runs = [row for row in rows if (row["cell"], row["arm"]) == (name, arm)]
@@ -238,10 +243,19 @@ def gaps(rows: Sequence[Row], arms: Sequence[str]) -> str:
                 ", ".join(f"`{other}` ({gap:+.2f})" for other, gap in apart.items() if sign * gap > 0) or "none"
                 for sign in (1, -1)
             )
+            late = (
+                [
+                    f"{of(row[key] for row in runs):.2f}"
+                    for key, of in (("late", mean), ("lowest", min), ("reward", mean))
+                ]
+                if long
+                else []
+            )
             known = [row["k3"] for row in runs if row["k3"] is not None]
             k3 = f"{mean(known):.2g}" if known else ""
             falls = f"{sum(row['falls'] for row in runs)} of {len(runs)}"
-            lines.append(f"| {name} | `{arm}` | {counted(cell[arm])} | {k3} | {falls} | {better} | {worse} |")
+            fields = [name, f"`{arm}`", counted(cell[arm]), *late, k3, falls, better, worse]
+            lines.append(f"| {' | '.join(fields)} |")
     return "\n".join(lines)
 
 

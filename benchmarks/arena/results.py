@@ -37,8 +37,9 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
         of tokens without gradient; median of the gap; where a witness was there, of the last 60 steps, the share of bad tokens
         with a ratio above 1, their part of the pull of bad tokens, and the mean gap; with 8 bits, the share of numbers that a
-        push changes; of tasks with cut answers, the share that is cut in the last 60 steps; and every look, where the task has
-        tags.
+        push changes; of tasks with cut answers, the share that is cut in the last 60 steps; of runs of 600 steps, the mean and
+        the lowest look of the second half, and the reward of the sampler in the last 60 steps; and every look, where the task
+        has tags.
     """
     accuracy, history = record["accuracy"], record["history"]
     row = {
@@ -60,6 +61,10 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         row["moved"] = record["moved"]
     if run.cell.task in CUT_TASKS:
         row["cut"] = mean(logged(history, "completions/clipped_ratio")[-LATE * 10 :] or [0.0])
+    if run.cell.way == "long":
+        second_half = accuracy[len(accuracy) // 2 :]
+        row |= {"late": mean(second_half), "lowest": min(second_half)}
+        row["reward"] = mean(logged(history, "reward")[-LATE * 10 :])
     if run.cell.task.startswith("tag"):
         row["steps"] = record["steps"]
         row["looks"] = [round(value, 4) for value in accuracy]
