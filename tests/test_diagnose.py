@@ -666,7 +666,7 @@ def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, c
             age = min(row["step"] - 1, 4)
             row["staleness"] = age
             row["rollout_logps"] = [
-                x + 4 * age * (x - y) for x, y in zip(row["rollout_logps"], row["train_logps"], strict=True)
+                x + 3 * age * (x - y) for x, y in zip(row["rollout_logps"], row["train_logps"], strict=True)
             ]
         dump.write_rows(folder, rows[0]["step"], 0, rows, settings, {"adapter": "none"})
     assert main(["diagnose", str(folder)]) == 0
