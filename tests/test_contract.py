@@ -2,19 +2,25 @@
 
 import inspect
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.launching import HAS_ASYNCHRONOUS, ROOT
+from tests.launching import HAS_ASYNCHRONOUS, ROOT, run
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers import trl_interface
-from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST
+from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, NEWEST_TESTED, OLDEST, TESTED_VLLM
+
+
+pytestmark = pytest.mark.seam
 
 
 @pytest.fixture
@@ -108,6 +114,42 @@ def test_the_supported_range_is_the_one_that_installers_read():
     asked = [line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "trl" in line and ">=" in line]
     ranges = {found for line in asked for found in re.findall(r'"trl(?:\[\w+\])?([^"]+)"', line)}
     assert ranges == {f">={OLDEST},<{FIRST_UNSUPPORTED}"}
+
+
+def test_documents_and_ci_name_the_releases_of_the_table():
+    window = f"TRL | {OLDEST} to {NEWEST_TESTED}"
+    assert window in (ROOT / "README.md").read_text()
+    for readme in ("README.md", "README.zh-CN.md"):
+        assert f"![TRL {OLDEST} to {NEWEST_TESTED}]" in (ROOT / readme).read_text()
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \| ([\d.]+)", (ROOT / "docs/setups.md").read_text(), flags=re.MULTILINE)
+    assert set(TESTED_VLLM.items()) <= set(rows)
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert ci["jobs"]["trl"]["strategy"]["matrix"]["trl"] == [*TESTED_VLLM]
+
+
+def markers_of(command: str) -> list[str]:
+    """Selections by marker, in quotation marks, of the commands of a Makefile or a workflow."""
+    return re.findall(r'pytest .*?-m "?((?:not )?\w+(?: and (?:not )?\w+)*)', command)
+
+
+def test_what_ci_selects_exists():
+    workflows = [path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")]
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, flags=re.MULTILINE))
+    for workflow in workflows:
+        assert set(re.findall(r"\bmake ([\w-]+)", workflow)) <= targets
+        for path in re.findall(r"\btests/\w+\.py", workflow):
+            assert (ROOT / path).exists()
+    selections = {selection for text in (makefile, *workflows) for selection in markers_of(text)}
+    assert {"seam and not slow", "slow", "not slow"} <= selections
+    for selection in selections:
+        asked = re.findall(r"(?<!not )\b(?!not\b|and\b)(\w+)", selection)
+        marks = [f"@pytest.mark.{word}" for word in asked]
+        files = [path for path in (ROOT / "tests").glob("*.py") if all(mark in path.read_text() for mark in marks)]
+        assert files, f"no test has all of {marks}"
+        smallest = min(files, key=lambda path: path.stat().st_size) if marks else Path(__file__)
+        collected = run(sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", selection, str(smallest))
+        assert collected.returncode == 0, f"{selection}: {collected.stdout[-2000:]}"
 
 
 def test_keys_of_a_scored_batch(make, tiny_model_path):

@@ -124,6 +124,7 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
         assert row["staleness"] is None  # this sampler does not say which weights it has
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("mode", ["decoupled", "bypass, reinforce"])
 def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
     make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()

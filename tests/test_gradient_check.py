@@ -60,6 +60,7 @@ both = pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytes
 # What arrives ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("mode", "loss"),
     [*(("decoupled", loss) for loss in LOSSES), *((mode, "dapo") for mode in MODES if mode != "decoupled")],
@@ -79,6 +80,7 @@ def test_ratios_of_completions_are_seen_to_be_corrected(make, mode, beta):
     assert trainer._gradient_checked
 
 
+@pytest.mark.seam
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -65,6 +65,7 @@ def loss_type_fields(loss_type):
 # Off means off --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "vespo"])
 def test_metrics_only_is_bit_for_bit_trl(make, loss_type):
     fields = {**loss_type_fields(loss_type), "beta": 0.1}
@@ -72,6 +73,7 @@ def test_metrics_only_is_bit_for_bit_trl(make, loss_type):
     assert losses(make(rollout_correction="disabled", **fields)) == plain
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_metrics_only_is_bit_for_bit_trl_in_every_schedule(make, schedule):
     plain = losses(make(GRPOTrainer, schedule=schedule, max_steps=6))
@@ -121,6 +123,7 @@ def test_weights_of_one_change_nothing(make, loss_type):
 # Decoupled mode -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_decoupled_forwards_are_counted(make, schedule):
     accumulation, per_generation, iterations = SCHEDULES[schedule]
@@ -418,6 +421,7 @@ def test_trains_a_lora_adapter(make, tiny_model_path, mode, beta, schedule):
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("mode", MODES)
 def test_the_reference_pass_is_not_mistaken_for_the_old_pass(make, mode):
     # With PEFT both run on the same module, so only the order of the calls tells them apart

@@ -31,6 +31,7 @@ NAMES = {"yaml": "pyyaml"}  # of distributions, where a module has another
 def test_all_that_is_imported_is_declared():
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]}
     optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed", "axolotl"}
+    imported = set()
     for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -39,7 +40,9 @@ def test_all_that_is_imported_is_declared():
                 if module == "pydantic" and path.parent.name == "axolotl":
                     continue  # Axolotl brings it
                 name = NAMES.get(module, module)
+                imported.add(name)
                 assert name in declared | FROM_TRL | optional | {"trl_rollout_corr"}, f"{path.name} imports {module}"
+    assert declared <= imported
     trl = {re.match(r"[\w-]+", entry)[0] for entry in importlib.metadata.requires("trl")}
     assert trl >= FROM_TRL
 

@@ -59,6 +59,7 @@ def make(tiny_model_path, tmp_path, shared_engine):
 # Off means off --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_metrics_only_is_bit_for_bit_trl(make, schedule, beta):
@@ -111,6 +112,7 @@ def test_log_probabilities_are_aligned_in_evaluation(make, tiny_model_path):
 # Forward passes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_forwards_are_counted(make, schedule, beta):
@@ -168,6 +170,7 @@ def reference(trainer, batch, *, lower=0.85, upper=1.2, worst_k3=0.05):
     return model, logps, d, mask, keep
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("level", WEIGHTS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_decoupled_gradient(make, level, normalize):

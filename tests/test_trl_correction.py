@@ -89,6 +89,7 @@ def printed(*arguments):
     return output.getvalue()
 
 
+@pytest.mark.seam
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_loss_of_the_unchanged_script_is_kept_bit_for_bit(make, mode, tmp_path):
@@ -135,6 +136,7 @@ def test_the_weights_that_are_reported_are_those_of_trl(make):
     assert logged(ours, "rollout_is_mean") == [pytest.approx(mean, rel=1e-4) for mean in of_trl]
 
 
+@pytest.mark.seam
 @pytest.mark.vllm
 def test_for_rloo_it_is_no_correction(make, tmp_path):
     expected = losses(make(*RLOO[0]))

@@ -42,6 +42,7 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
     return make
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("peft", [False, True])
 def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft, tied):

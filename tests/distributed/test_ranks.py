@@ -212,6 +212,7 @@ def test_the_worst_sequences_of_several_ranks_are_those_of_one(one_rank, several
     assert len({row["rank"] for row in read_dump(folder / f"dump of {ranks}").rows}) == ranks
 
 
+@pytest.mark.seam
 @several_ranks
 @pytest.mark.parametrize("case", ["token", "sequence", "bypass"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -224,6 +225,7 @@ def test_metrics_of_several_ranks_are_those_of_one(one_rank, several, case, mode
         assert_reports_equal(reports(rank, prefix), expected)
 
 
+@pytest.mark.seam
 @several_ranks
 def test_losses_of_several_ranks_are_those_of_one(one_rank, several):
     for case in ("token", "training"):
@@ -231,6 +233,7 @@ def test_losses_of_several_ranks_are_those_of_one(one_rank, several):
         assert losses[1] == pytest.approx(losses[0], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.seam
 @several_ranks
 def test_ranks_end_with_the_same_parameters(several):
     for case in several.values():
@@ -529,6 +532,7 @@ def assert_in_step(found: dict[str, list[dict]]):
             assert abs(entry[f"{PREFIX}log_ratio_min"]) < 1e-4, name
 
 
+@pytest.mark.seam
 @pytest.mark.vllm
 def test_a_real_sampler_on_each_rank(two_ranks):
     assert_in_step(two_ranks.results["vllm"])

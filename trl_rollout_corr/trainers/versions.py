@@ -13,7 +13,17 @@ from packaging.version import Version
 from ..messages import warn
 
 
-OLDEST, NEWEST_TESTED, FIRST_UNSUPPORTED = "1.15", "1.16", "2"
+# Minor releases of TRL that were run, each with the newest vLLM for CPUs that TRL allows. The Makefile and the tests of
+# documents and of CI read this table.
+TESTED_VLLM = {
+    "1.12": "0.27.1",
+    "1.13": "0.28.0",
+    "1.14": "0.30.0",
+    "1.15": "0.31.0",
+    "1.16": "0.31.0",
+}
+OLDEST, NEWEST_TESTED = next(iter(TESTED_VLLM)), next(reversed(TESTED_VLLM))
+FIRST_UNSUPPORTED = "2"
 # Advice of messages about a TRL that is not one of them
 TESTED = "the tested releases: `pip install --constraint constraints.txt .` in a clone of trl-rollout-corr"
 
@@ -30,7 +40,11 @@ def outside_window(trl: Version, named: str) -> str | None:
     """Error message about a release of TRL that is too old or too new; `None` if it is neither."""
     if Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
         return None
-    return f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}. Install {TESTED}."
+    works = f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}."
+    if trl < Version(OLDEST):
+        nearest = f'`pip install "trl=={OLDEST}.*"`, which works with vLLM up to {TESTED_VLLM[OLDEST]}'
+        return f"{works} The release that is nearest to yours: {nearest}. Or install {TESTED}."
+    return f"{works} Install {TESTED}."
 
 
 def is_untested(trl: Version) -> bool:
