@@ -26,6 +26,7 @@ SHOWN = (
     "effective_lr",
     "kl_advantage_positive",
     "rollout_is_mean",
+    RATIO,
 )
 
 
@@ -79,10 +80,10 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
 def _outside(run: Run) -> list[str]:
     """Metrics on the page that leave their healthy band in some window, in words."""
     found = []
-    of_trl = [] if f"{PREFIX}rollout_is_mean" in run.log else [RATIO]
-    for metric in (*SHOWN, *of_trl):
-        key = metric if metric in of_trl else PREFIX + metric
-        values = run.log.get(key, pd.Series(dtype=float)).dropna()
+    for metric in SHOWN:
+        if metric == RATIO and f"{PREFIX}rollout_is_mean" in run.log:
+            continue  # the same numbers
+        values = run.log.get(metric if metric == RATIO else PREFIX + metric, pd.Series(dtype=float)).dropna()
         off = [float(value) for value in values if not is_healthy(metric, value)]
         if off:
             span = number(off[0]) if len(off) == 1 else f"{number(min(off))} to {number(max(off))}"
