@@ -24,7 +24,7 @@ from tests.asynchronous import WorkerHere, build_ours, parts_for_a_cpu
 from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
-from tests.training import messages
+from tests.training import logged, messages
 from trl_rollout_corr.tools.arrival.server import check_patterns
 from trl_rollout_corr.tools.dump.reading import open_dump
 
@@ -250,10 +250,14 @@ def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplo
         trainer._engine_config = transfer.client.get_server_info()
         with pytest.raises(RuntimeError, match="does not have the weights") if lost == "pushes" else nullcontext():
             trainer.train()
-    assert trainer._pushes.checks.movement._before is not None  # the server scored the text
     assert bool(trainer._pushes.checks.weights._before.held) == (lost != "pushes that cannot be read")
-    found = [message for message in messages(caplog) if "weights do not arrive" in message]
-    assert len(found) == (lost == "pushes that cannot be read")
+    found = [message for message in messages(caplog) if "[fresh_gap" in message]
+    assert bool(found) == (lost == "pushes that cannot be read")  # the error comes before the second look
+    if lost != "pushes":
+        fresh, age = logged(trainer, "fresh_k3_kl"), logged(trainer, "age_k3_kl")
+        assert len(fresh) == len(age) == 4  # pushes 2, 4, 8 and 16
+        assert max(age) > 1e-4
+        assert (max(fresh) < 1e-5) == (lost == "nothing")
 
 
 def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -> Iterator[tuple[int, int, float]]:

@@ -17,6 +17,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
 from trl_rollout_corr.tools.arrival.push_checks import QUANTISED_UNMOVED
+from trl_rollout_corr.tools.arrival.rescore import Rescored
 from trl_rollout_corr.tools.monitor.bands import HEALTHY, in_words
 from trl_rollout_corr.tools.replay.router_hooks import Flips
 
@@ -55,8 +56,12 @@ def reported_keys() -> set[str]:
         train, rollout = torch.tensor([[-1.0], [-6.0]]), torch.tensor([[-1.0], [-0.5]])
         correction = compute_rollout_correction(train, rollout, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
-    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, QUANTISED_UNMOVED)}
+    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, QUANTISED_UNMOVED, *rescored_keys())}
     return {documented_name(key) for key in keys}
+
+
+def rescored_keys() -> set[str]:
+    return {*Rescored.of({"fresh": torch.ones(2), "age": torch.ones(2)}).finish()}
 
 
 def documented_name(key: str) -> str:

@@ -84,7 +84,17 @@ TOOLS = {
         "kept_tokens",
         "choices",
     ],
-    "tools.arrival": ["fingerprints", "frozen", "adapters", "worker", "weights", "server", "push_checks"],
+    "tools.arrival": [
+        "fingerprints",
+        "frozen",
+        "adapters",
+        "worker",
+        "weights",
+        "engine",
+        "rescore",
+        "server",
+        "push_checks",
+    ],
     "tools.probe": ["parts", "process", "probe"],
     "tools.analysis": ["run", "recompute", "spread", "recommend", "compare"],
     "tools.report": [

@@ -343,13 +343,13 @@ def probed(model, folder, *options, **fields):
 
 
 def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_path):
-    from trl_rollout_corr.tools.arrival.server import without_dropout
     from trl_rollout_corr.tools.probe.process import Probe
+    from trl_rollout_corr.trainers.forward_pass import evaluating
 
     trainer = build_with_dropout(tiny_model_path, tmp_path)
     probe = Probe(trainer)
     batches = probe.sample()
-    with without_dropout(trainer.model_wrapped):
+    with evaluating(trainer.model_wrapped):
         once, twice, alone = probe.score(batches), probe.score(batches), probe.score_alone(batches)
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
     for a, b, batch in zip(once, alone, batches, strict=True):

@@ -96,7 +96,7 @@ def found(log, settings=None):
 
 
 def test_every_bound_is_tested():
-    alone = {"unlearning", "gap_stays", "gap_clipped"}
+    alone = {"unlearning", "gap_stays", "gap_clipped", "fresh_gap"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(map(len, RULES))
 
@@ -176,6 +176,17 @@ def test_a_gap_in_every_third_step_is_no_healthy_run():
         (alarm,) = examine(history(*windows), settings)
         assert (alarm.bound, alarm.step, alarm.last_step) == (name, 3, 12)
         assert not re.search("harmless|Not every run", alarm.why)
+
+
+def test_a_jump_of_the_gap_with_equal_weights_is_told_at_once():
+    def log(*fresh):
+        return history(*[{**CORRECTED, **({} if x is None else {"fresh_k3_kl": x})} for x in fresh])
+
+    assert found(log(4e-4, None, 6e-4, None, 1e-3, None, 3.9e-3), config()) == []
+    finding = examine(log(4e-4, None, 6e-4, None, None, 4.1e-3, None), config())[0]
+    assert (finding.bound, finding.step, finding.last_step) == ("fresh_gap", 6, 6)
+    assert found(log(1e-10, 5e-9, 9e-5), config()) == []  # rounding
+    assert found(log(1e-10, 1.1e-4), config()) == ["fresh_gap"]
 
 
 KNOWN = {"unknown": None, "auto": config(), "sequence": config(**SEQUENCE), "off": config(**DISABLED)}

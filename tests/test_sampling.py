@@ -7,12 +7,13 @@ from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from accelerate import PartialState
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.asynchronous import parts_for_a_cpu
 from tests.launching import serving
-from tests.training import TRAINERS, assert_in_step, build, build_checked, config_fields, messages, saying
+from tests.training import TRAINERS, assert_in_step, build, build_checked, config_fields, logged, messages
 from trl_rollout_corr.trainers.vllm_engine import check_server_logprobs, read_configuration
 
 
@@ -159,6 +160,7 @@ def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, t
     if mode == "raw_logprobs":
         pytest.skip("no run with these log-probabilities")
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *args, **kwargs: None)
+    PartialState()  # TRL's client logs through Accelerate
     transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
     transfer.init_weight_transfer()
 
@@ -171,10 +173,11 @@ def test_weights_that_do_not_reach_a_server_are_named(server, tiny_model_path, t
         trainer.train()
         return trainer
 
-    with saying(caplog, "^A server may have older weights on purpose.*weights do not arrive"):
-        train(lambda self: None)
-    caplog.clear()
+    fresh = logged(train(lambda self: None), "fresh_k3_kl")
+    assert len(fresh) == 5  # pushes 1, 2, 4, 8 and 16
+    assert fresh[-1] > 1e-4 > 1e-5 > fresh[0]
     trainer = train(lambda self: transfer.send_weights(self._iter_named_params()))
     assert trainer._pushes.checks.weights._before.held
-    assert trainer._pushes.checks.movement._before is not None
+    assert max(logged(trainer, "fresh_k3_kl")) < 1e-5
+    assert not logged(trainer, "age_k3_kl")  # the sampler draws at another temperature
     assert not messages(caplog)

@@ -14,9 +14,8 @@ import torch
 from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build_checked, counting_forwards, losing, losses, messages, saying
-from trl_rollout_corr.tools.arrival import server as server_checks
 from trl_rollout_corr.tools.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
-from trl_rollout_corr.tools.arrival.server import AdapterCheck, MovementCheck, read_server, score_text
+from trl_rollout_corr.tools.arrival.server import AdapterCheck, read_server, score_text
 from trl_rollout_corr.tools.arrival.weights import WeightCheck
 
 
@@ -285,58 +284,6 @@ def test_the_workers_of_a_server_are_read_together(server):
     url, state = server
     state["workers"] = [{"held": {"w": [1, 2]}, "places": {"a": ["w"]}}, {"held": {"w": [3, 4]}, "places": {}}]
     assert read_server(url, ["a"]) == {"held": {"w": [[1, 3], [2, 4]]}, "places": {"a": ["w"]}}
-
-
-def moving(server_moves, pushes=40, temperature=1.0, **pushed):
-    """A check of a server, whose trainer moves by 0.1 nats a push."""
-    now = {"trainer": 0.0, "server": 0.0}
-    model = torch.nn.Dropout(0.5)
-
-    def score():
-        assert not model.training
-        return torch.full((1, 2), now["trainer"])
-
-    check = MovementCheck(
-        model, lambda texts: [[0.0, *[now["server"]] * 2]], temperature, is_main_process=True, broadcast=list
-    )
-    ids = {f"{part}_ids": torch.tensor([[1, 2]]) for part in ("prompt", "completion")}
-    batch = ids | {f"{part}_mask": torch.ones(1, 2) for part in ("prompt", "completion")}
-    check.keep(batch, torch.ones(1, 2), score)
-    for push in range(pushes):
-        check.pushed(push, **pushed)
-        now["trainer"] += 0.1
-        now["server"] = server_moves(push, now["trainer"])
-    assert model.training
-    return check
-
-
-@pytest.mark.parametrize(
-    ("moves", "found"),
-    [
-        (lambda push, trainer: trainer, False),
-        (lambda push, trainer: trainer / 3, False),
-        (lambda push, trainer: 0.0, True),
-        (lambda push, trainer: 0.004 * (push % 2), True),  # as the load of a GPU changes
-        (lambda push, trainer: min(trainer, 1.0), True),  # pushes that stop
-    ],
-)
-def test_a_server_that_stands_still_is_named(moves, found, caplog):
-    moving(moves)
-    assert any("stand" in x or "do not arrive" in x for x in messages(caplog)) == found
-    caplog.clear()
-    moving(moves, announced=True)
-    assert not messages(caplog)
-
-
-def test_a_server_that_scores_no_text_is_left_alone(caplog):
-    def fails(texts):
-        raise server_checks.requests.ConnectionError
-
-    check = moving(lambda push, trainer: 0.0, pushes=0)
-    check.ask = fails
-    check.pushed(0)
-    assert check.done
-    assert not messages(caplog)
 
 
 def test_an_adapter_that_never_changes_is_an_error(server, tmp_path, caplog):

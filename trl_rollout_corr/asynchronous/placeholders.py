@@ -7,7 +7,6 @@ The loss takes its terms from the batch before it runs the model, and the correc
 `M` loss terms of a row.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,17 +45,16 @@ class Placeholder:
 
 
 class CorrectedPolicy:
-    """Replaces the model in one call of the loss: runs it, and passes `correct` its output and a function that repeats it."""
+    """Replaces the model in one call of the loss: runs it, and passes `correct` its output."""
 
     def __init__(self, model: Any, correct: Any) -> None:
         self._model, self._correct = model, correct
         self.forwards = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = partial(self._model, *args, **kwargs)
-        output = forward()
+        output = self._model(*args, **kwargs)
         self.forwards += 1
-        self._correct(output, forward)
+        self._correct(output)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -5,12 +5,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..trainers.forward_pass import logps_of_logits
 from ..trainers.pushes import Pushes, refuse_packed_base, sending
 from .trl_parts import AsyncRolloutWorker
 
 
 class PushesToServer(Pushes):
     """Pushes of the asynchronous trainer."""
+
+    scores_at_once = False  # samples of older weights come at any time
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -35,6 +40,15 @@ class PushesToServer(Pushes):
     def is_adapter(self) -> bool:
         """True if the server loads an adapter from files, and the trainer pushes no weights."""
         return getattr(self.trainer, "_lora_sync", False)  # a newer TRL may have no such attribute
+
+    def _score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+        trainer, length = self.trainer, ids.shape[1]
+        ends = torch.tensor([0, length], dtype=torch.int32, device=ids.device)
+        path = torch.arange(length, device=ids.device)
+        tree = {"tree_kv_index": path, "tree_cu_seqlens_q": ends, "tree_cu_seqlens_k": ends}
+        longest = {"tree_max_seqlen_q": length, "tree_max_seqlen_k": length}
+        positions = {"position_ids": path[None]}
+        return logps_of_logits(trainer.model_wrapped, trainer.accelerator, ids, n, **positions, **tree, **longest)
 
     @property
     def server(self) -> str | None:

@@ -9,7 +9,7 @@ after the forward pass. So the correction knows the log-probabilities of the pol
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -188,7 +188,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     def _correct(
         self,
         output: Any,
-        forward: Callable[[], Any],
         inputs: Mapping[str, Any],
         placeholders: Mapping[str, Placeholder],
     ) -> None:
@@ -197,7 +196,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
         batch = self._completions_of(inputs, terms, selected)
-        self._pushes.keep(batch, lambda: terms.spread(forward().log_probs.flatten()[index]))
+        self._pushes.keep(batch)
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
         self._observer.trained(self._now, corrected.mask, n_dropped)

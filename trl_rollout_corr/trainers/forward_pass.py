@@ -28,8 +28,8 @@ training goes like this:
    first batch are scored again, which is a [`Rescoring`] within it. [`LossPass`] ends before the backward pass.
 7. After the backward pass, `training_step` lets replays go. With `num_iterations`, step 6 visits the same samples again.
 
-A push of weights to a server, which comes at the beginning of step 2, may score a batch of the past again: that is a
-[`Rescoring`] too.
+A push of weights, which comes at the beginning of step 2, may score completions of the past once more: each is a plain
+[`ForwardPass`].
 
 Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replay.Replay`]) ask the pass for the choices that belong to
 its batch.
@@ -37,7 +37,8 @@ its batch.
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,26 @@ from .keys import OLD_LOGPS
 
 
 Forward = Callable[..., tuple]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Model in evaluation mode, without dropout, and afterwards as before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def logps_of_logits(model: Any, accelerator: Any, ids: torch.Tensor, n: int, **inputs: Any) -> torch.Tensor:
+    """Log-probabilities of the last `n` tokens of a text, `(n,)`, without temperature. `ids` are `(1, S)`."""
+    with accelerator.autocast():
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, -n - 1 : -1]
+    logps: torch.Tensor = logits.float().log_softmax(-1).gather(1, ids[0, -n:, None])[:, 0]
+    return logps
 
 
 class ForwardPass:

@@ -26,7 +26,7 @@ from ..settings.config import RolloutCorrectionConfig
 from .batches import CorrectsBatches
 from .completions import read_logprobs
 from .engine_arguments import engine_arguments
-from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
+from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring, logps_of_logits
 from .gradient_check import GradientCheck, not_in_loss
 from .keys import (
     COEFFICIENTS,
@@ -206,6 +206,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
             output[COEFFICIENTS] = corrected.coefficients
+        self._pushes.keep(output)
         return output
 
     def _warn_about_images(self, generation: Generation, output: Mapping[str, Any]) -> None:
@@ -313,8 +314,6 @@ class RolloutCorrectionMixin(CorrectsBatches):
         inputs["advantages"] = batch["advantages"]
         first = self._is_first_visit(current, batch)
         old: Any = self._old_logps(current, batch, first)
-        if self.use_vllm and self.vllm_mode == "server":
-            self._pushes.keep(batch, partial(self._score_again, batch))
         self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self._settings.bypass_mode:
             corrected = self._correct_from(current, batch, from_old=old is current)
@@ -338,6 +337,15 @@ class RolloutCorrectionMixin(CorrectsBatches):
                 self.model, *sequences_of(batch), batch["completion_ids"].shape[1]
             )
         logps: torch.Tensor = scored[0]
+        return logps
+
+    def _score_text(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+        """Log-probabilities of the last `n` tokens of a text, `(n,)`, at temperature 1. `ids` are `(1, S)`."""
+        with self._during(ForwardPass()):
+            if self.temperature != 1.0:  # TRL's forward pass divides by the temperature
+                return logps_of_logits(self.model_wrapped, self.accelerator, ids, n)
+            scored = self._get_per_token_logps_and_entropies(self.model_wrapped, ids, torch.ones_like(ids), n)
+        logps: torch.Tensor = scored[0][0]
         return logps
 
     def _score_alone(self, batch: dict[str, Any], **most: int) -> torch.Tensor:

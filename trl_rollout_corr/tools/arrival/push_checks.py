@@ -3,7 +3,7 @@ The checks of a push of weights, for all trainers: what was sent is compared wit
 of the trainer stay as they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from ...messages import PREFIX
+from .engine import score_in_process
 from .fingerprints import read
 from .frozen import FrozenCheck
-from .server import AdapterCheck, MovementCheck, has_extension, read_server, score_text
+from .rescore import Rescore, Rescored
+from .server import AdapterCheck, has_extension, read_server, score_text
 from .weights import WeightCheck
 
 
@@ -27,19 +29,10 @@ class PushChecks:
 
     def __init__(self, pushes: Any, model: torch.nn.Module) -> None:
         self.pushes, self.trainer = pushes, pushes.trainer
-        accelerator = self.trainer.accelerator
         self.weights = WeightCheck(self.read_sampler, model, lambda: pushes.sampler_dtype)
         self.frozen = FrozenCheck(model, self._on_any_rank)
         self.adapters = AdapterCheck()
-        self.movement = MovementCheck(
-            model,
-            self._score_with_server,
-            self.trainer.temperature,
-            is_main_process=accelerator.is_main_process,
-            broadcast=pushes.broadcast,
-        )
-        # A text cannot have images. A processor is the same on all ranks; images may be on some
-        self.movement.done = hasattr(self.trainer.processing_class, "image_processor")
+        self.rescore = Rescore(pushes, self._ask, self._count, self._longest, self._reason_not_to_ask)
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights on their way to the sampler, of which fingerprints are taken."""
@@ -64,12 +57,15 @@ class PushChecks:
         elif self.pushes.server is not None:
             name = self.pushes.served_model
             self.adapters.pushed(self.pushes.server, name, folder, self.weights.trained(), step)
-        self.movement.pushed(step, announced=announced)
+        self.rescore.pushed(announced=announced)
 
-    def keep(self, batch: dict[str, Any], score: Callable[[], torch.Tensor]) -> None:
-        """Let a server be checked with a micro-batch. `score` computes its log-probabilities, `(B, T)`, when called."""
-        if self.movement.needs_text:
-            self.movement.keep(batch, self.trainer._loss_mask(batch), score)
+    def keep(self, batch: dict[str, Any], sampled: torch.Tensor) -> None:
+        """
+        Take completions of a batch that was just generated, to be scored once more after a push. `sampled`, `(B, T)`, has the
+        log-probabilities of the sampler.
+        """
+        if "prompt_ids" in batch:
+            self.rescore.keep(batch, self.trainer._loss_mask(batch), sampled)
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
         """What [`~trl_rollout_corr.tools.arrival.fingerprints.read`] tells of the sampler; `None` if it cannot be read."""
@@ -81,10 +77,33 @@ class PushChecks:
             return None
         return read_server(self.pushes.server, names)
 
-    def _score_with_server(self, texts: list[list[int]]) -> list[list[float]]:
-        if self.pushes.server is None:
-            raise RuntimeError("The log-probabilities of a server were asked for, but this run has no server.")
-        return score_text(self.pushes.server, self.pushes.served_model, texts)
+    def _ask(self, texts: list[list[int]]) -> list[list[float]]:
+        """Log-probability of each token of some texts but the first, of the sampler, without options of sampling."""
+        generation = self.pushes.engine
+        if generation is not None:
+            return score_in_process(generation, texts)
+        if self.pushes.server is not None:
+            # one request for each, so that all replicas behind an address are asked
+            asked = [score_text(self.pushes.server, self.pushes.served_model, [text])[0] for text in texts]
+        else:
+            asked = []
+        return asked
+
+    def _count(self, sums: Rescored) -> None:
+        self.trainer._observer.add("train", sums)
+
+    def _longest(self) -> int | None:
+        """Tokens that the sampler can read."""
+        length: int | None = _get(self.trainer._engine_config, "model_config", "max_model_len")
+        return length
+
+    def _reason_not_to_ask(self) -> str:
+        """A reason why log-probabilities of a text are missing or wrong; empty without one."""
+        if hasattr(self.trainer.processing_class, "image_processor"):
+            return "a text that is scored once more cannot have images"
+        if _get(self.trainer._engine_config, "speculative_config") is not None:
+            return "vLLM's log-probabilities of a prompt are wrong with `speculative_config`"
+        return ""
 
     def _log_unmoved(self) -> None:
         """Log the share of quantised tensors that stood still at the last push. TRL takes the mean over pushes."""
@@ -93,7 +112,11 @@ class PushChecks:
 
     def _on_any_rank(self, value: bool) -> bool:
         """True if the value is true on a rank. All ranks ask."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return value
-        return bool(accelerator.gather(torch.tensor([value], device=accelerator.device)).any())
+        return bool(self.pushes.largest(int(value)))
+
+
+def _get(config: Any, *path: str) -> Any:
+    """A part of a configuration of vLLM, which is an object, or a mapping that a server returned; `None` if it is missing."""
+    for name in path:
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config

@@ -47,6 +47,12 @@ def gap_of_rewarded(window: Window) -> float | None:
     return None if gap is None else window.course.unlearnt(gap)
 
 
+def fresh_growth(window: Window) -> float | None:
+    """`fresh_k3_kl`, divided by its smallest value after the first pushes; `None` where no completion was scored once more."""
+    fresh = window.get("fresh_k3_kl")
+    return None if fresh is None else window.course.fresh_growth(fresh)
+
+
 def bias(window: Window) -> float | None:
     """Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it."""
     kl, k3 = window.get("kl"), window.get("k3_kl")

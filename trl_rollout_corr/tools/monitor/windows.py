@@ -34,6 +34,7 @@ class Course:
     OFF = 0.01  # `k3_kl` that is not healthy
     RECENT, RECENT_STEPS = 7, 15  # windows, or fewer that cover these optimizer steps
     LATEST, STAYS = 11, 0.75  # windows, and the least share of what their first half shows that the second one shows
+    SAME = 1e-5  # nats per token: `fresh_k3_kl` below is rounding
     LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and its least size in standard errors
     CHANCE = 1e-3  # probability below which chance does not explain a mean ratio
 
@@ -43,6 +44,7 @@ class Course:
         self._first = list[tuple[int, float, float]]()  # step, `kl` and `k3_kl` of the first windows
         self._weights = list[float]()  # mean weights of the first windows
         self._fresh = list[float]()  # `k3_kl` of the first optimizer steps in which no weights are known to be stale
+        self._scored_again = list[float]()  # `fresh_k3_kl` of the first windows that have it
         self.go_on(0)
 
     def go_on(self, step: int) -> None:
@@ -66,6 +68,8 @@ class Course:
             self._excess.append(k3 - kl)
         if (weight := window.get("rollout_is_mean")) is not None and len(self._weights) < self.BEGINNING:
             self._weights.append(weight)
+        if (fresh := window.get("fresh_k3_kl")) is not None and len(self._scored_again) < self.BEGINNING:
+            self._scored_again.append(fresh)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
         if (mean_reward := window.get("reward_mean")) is not None:
@@ -91,6 +95,10 @@ class Course:
     def gap_of_fresh_weights(self) -> float | None:
         """The smallest `k3_kl` of the first optimizer steps, in which no weights are stale; `None` if it is not known."""
         return min(self._fresh, default=None)
+
+    def fresh_growth(self, fresh: float) -> float:
+        """`fresh_k3_kl` of a window, divided by its smallest value after the first pushes."""
+        return fresh / max(min(self._scored_again, default=fresh), self.SAME)
 
     def unlearnt(self, gap: float) -> float:
         """

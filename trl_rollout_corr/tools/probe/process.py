@@ -20,13 +20,13 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.trainer.utils import split_tensor_dict
 
+from ...trainers.forward_pass import evaluating
 from ...trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ...trainers.keys import ROLLOUT_LOGPS
 from ...trainers.metadata import dropout_of, settings_in_effect
 from ...trainers.reloading import reload
 from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from ...trainers.trl_checks import check_shared_process, distorting_options
-from ..arrival.server import without_dropout
 from ..diagnosis import DumpedTokens
 from ..dump.rows import make_row, on_host
 from ..dump.sequences import Sequences
@@ -232,7 +232,7 @@ def by_trainer(probe: Probe, batches: list[Batch], *, first: bool) -> tuple[dict
     seconds = time.perf_counter() - start
     model = probe.trainer.model_wrapped
     has_dropout = any(dropout_of(probe.trainer._bare(probe.trainer.model)))
-    with without_dropout(model) if has_dropout else nullcontext():
+    with evaluating(model) if has_dropout else nullcontext():
         if first and has_dropout:
             scored[Side.NO_DROPOUT] = probe.score(batches)
         if first:

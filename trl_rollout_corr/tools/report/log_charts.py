@@ -32,6 +32,11 @@ OVERVIEW = {
         {"k3_kl": "all", "engine_k3_kl": "engine", "update_k3_kl": "updates since"},
         log=True,
     ),
+    "pushes": Trend(
+        "Gap after a push, of the same tokens (k3), nats per token",
+        {"fresh_k3_kl": "equal weights", "age_k3_kl": "old weights"},
+        log=True,
+    ),
     "rejected": Trend("Share of tokens rejected", {"rollout_rs_masked_fraction": "share"}),
     "sample-size": Trend("Effective sample size of the importance weights", {"rollout_is_eff_sample_size": "share"}),
     "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),

@@ -1,0 +1,207 @@
+"""
+Some completions scored once more after a push, by the sampler and by the trainer, which then have the same weights.
+
+The log-probabilities of the same tokens, of the sampler when it drew them, of the sampler now, and of the trainer now, split
+the gap: `fresh_k3_kl` between trainer and sampler with equal weights, and `age_k3_kl` between the sampler now and then.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ...correction.functional import k3
+from ...correction.sums import Applied, SegmentedSums
+from ...messages import notify
+
+
+MOST = 8  # completions
+TOKENS = 4096  # of all of them together, with their prompts
+SPARSE = 32  # pushes between looks, at most
+SEE = "See `trl-rollout-corr docs debugging#two-numbers-of-each-push`."
+
+
+def is_due(push: int) -> bool:
+    """True for the pushes 1, 2, 4, 8, 16, 32, and then every 32nd."""
+    return push % SPARSE == 0 or (push < SPARSE and push & (push - 1) == 0)
+
+
+class Text(NamedTuple):
+    """A completion of a prompt, perhaps cut short, for `T` tokens."""
+
+    prompt: list[int]
+    completion: list[int]
+    chosen: list[bool]  # tokens of the loss
+    sampled: list[float]  # log-probabilities of the sampler when it drew them
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt, *self.completion]
+
+
+class Rescored(SegmentedSums):
+    """Gaps of the tokens that were scored once more."""
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "fresh": ("fresh_k3", "fresh_tokens"),
+        "age": ("age_k3", "age_tokens"),
+    }
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        names = ("fresh", "age")
+        return {f"{name}_k3_kl": s[f"{name}_k3"] / n for name in names if (n := s[f"{name}_tokens"])}
+
+
+class Rescore:
+    """
+    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 32, and then every 32nd: at most eight,
+    of at most 4,096 tokens together.
+
+    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text. `ask` returns the
+    log-probabilities of the sampler for each token of some texts but the first, on the main process where that asks for all
+    ranks. `count` takes the sums. `longest` is the number of tokens that the sampler can read. `blind` is a reason why the
+    log-probabilities of the sampler are not to be trusted.
+    """
+
+    def __init__(
+        self,
+        pushes: Any,
+        ask: Callable[[list[list[int]]], list[list[float]]],
+        count: Callable[[Rescored], None],
+        longest: Callable[[], int | None],
+        blind: Callable[[], str],
+    ) -> None:
+        self.pushes, self.ask, self.count = pushes, ask, count
+        self.longest, self.blind = longest, blind
+        self.done = False
+        self.looks = 0
+        self._pushes = 0
+        self._due = self._older = False
+        self._texts: list[Text] | None = None  # of the latest batch; `None` before the first
+
+    @property
+    def wants_batch(self) -> bool:
+        """True if completions of the next batch will be scored."""
+        return not self.done and self._pushes > 0 and (self._due or is_due(self._pushes + 1))
+
+    def keep(self, batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor) -> None:
+        """
+        Take completions of a batch that was just generated. `mask` is non-zero on the tokens of the loss, and `sampled` has
+        the log-probabilities of the sampler, both `(B, T)`.
+        """
+        if not self.wants_batch:
+            return
+        self._texts = choose(batch, mask, sampled, self.longest())
+        if self._due and not self._older and self.pushes.scores_at_once:
+            self._look()  # at the first push there was no batch yet
+
+    def pushed(self, *, announced: bool = False) -> None:
+        """
+        Score right after a push, if that is due. `announced` is true if the run has announced that the sampler has older
+        weights than the trainer, which are then not compared.
+        """
+        if self.done:
+            return
+        self._pushes += 1
+        self._older = announced
+        self._due = not announced and (self._due or is_due(self._pushes))
+        if self._due and self._texts is not None:
+            self._look()
+
+    def _look(self) -> None:
+        if reason := self.blind():
+            self._give_up(f"{reason}.")
+            return
+        texts = self.pushes.shared_texts(self._texts or [])
+        most = self.pushes.largest(len(texts))  # every rank makes as many forward passes
+        if not most:
+            return  # all completions are empty; there will be others
+        self._due = False
+        scored, problem = [], ""
+        try:
+            with as_before(self.pushes.trainer.accelerator.device):
+                scored = self.ask([text.ids for text in texts]) if texts else []
+        except Exception as error:  # a server without this API, or one that is busy: no reason to end a run
+            problem = f"the sampler did not score a text ({type(error).__name__}: {error})."
+        if self.pushes.largest(int(bool(problem))):
+            self._give_up(problem or "the sampler of another rank did not score a text.")
+            return
+        padded = [*texts, *[Text([0], [0], [False], [0.0])] * (most - len(texts))]
+        try:
+            with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):
+                trained = [self.pushes.score(text.ids, len(text.completion)) for text in padded]
+        except Exception as error:
+            self._give_up(f"the trainer did not score a text ({type(error).__name__}: {error}).")
+            return
+        self.looks += 1
+        asked = texts if len(scored) == len(texts) else []  # else the main process counts
+        self.count(self._sums(asked, scored, trained))
+
+    def _sums(self, texts: Sequence[Text], scored: list[list[float]], trained: list[torch.Tensor]) -> Rescored:
+        """Sums of the gaps of some texts."""
+        then, now, ours = (torch.cat([torch.zeros(0, dtype=torch.float64), *parts]) for parts in (
+            [_chosen(text, text.sampled) for text in texts],
+            [_chosen(text, x[len(text.prompt) - 1 :]) for text, x in zip(texts, scored, strict=True)],
+            [_chosen(text, x.tolist()) for text, x in zip(texts, trained, strict=False)],
+        ))  # fmt: skip
+        segments = {"fresh": _gap(ours, now)}
+        if self.pushes.samples_unchanged:
+            segments["age"] = _gap(now, then)
+        device = self.pushes.trainer.accelerator.device
+        return Rescored.of({name: x.float().to(device) for name, x in segments.items()})
+
+    def _give_up(self, reason: str) -> None:
+        self.done = True
+        notify(
+            "From here on, no completions are scored once more after a push, so that `fresh_k3_kl` and `age_k3_kl` are "
+            f"missing: {reason} {SEE}"
+        )
+
+
+def _chosen(text: Text, logps: Sequence[float]) -> torch.Tensor:
+    """Log-probabilities of the tokens of the loss of a text."""
+    return torch.tensor([x for x, chosen in zip(logps, text.chosen, strict=True) if chosen], dtype=torch.float64)
+
+
+def _gap(logps: torch.Tensor, of_sampler: torch.Tensor) -> torch.Tensor:
+    """Sum of `k3` over tokens where both are finite, and their number, `(2,)`."""
+    log_ratio = logps - of_sampler
+    finite = log_ratio.isfinite()
+    return torch.stack([k3(log_ratio[finite]).sum(), finite.sum().double()])
+
+
+def choose(
+    batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, longest: int | None
+) -> list[Text]:
+    """Completions of a batch, evenly spaced, each cut short to its share of the tokens; of long prompts a single one."""
+    n = len(batch["completion_ids"])
+    rows = sorted({round(i * (n - 1) / max(1, MOST - 1)) for i in range(MOST)})
+    room = TOKENS if longest is None else min(TOKENS, longest - 1)  # the sampler adds a token
+    texts = [_text(batch, mask, sampled, row, min(room, TOKENS // len(rows))) for row in rows]
+    found = [text for text in texts if text is not None]
+    if not found:
+        alone = (_text(batch, mask, sampled, row, room) for row in rows)
+        found = [text for text in alone if text is not None][:1]
+    return found
+
+
+def _text(
+    batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, row: int, room: int
+) -> Text | None:
+    """Completion of a row of a batch, of which `room` tokens fit with its prompt; `None` without a token of the loss."""
+    prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+    kept = batch["completion_mask"][row].bool()
+    n = room - len(prompt)
+    if n < 1 or not prompt:
+        return None
+    parts = (batch["completion_ids"][row], mask[row].bool(), sampled[row])
+    completion, chosen, logps = (part[kept][:n].tolist() for part in parts)
+    return Text(prompt, completion, chosen, logps) if any(chosen) else None
+
+
+@contextmanager
+def as_before(device: torch.device) -> Iterator[None]:
+    """Context that leaves the random numbers of the process as they are."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
