@@ -16,7 +16,6 @@ from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..door import tool
-from .forward_pass import evaluating
 from .keys import ROLLOUT_LOGPS
 from .metadata import engine_metadata, quantises
 from .reloading import push
@@ -166,26 +165,8 @@ class Pushes:
         args = self.trainer.args
         return not self.doubt and self.trainer.temperature == 1.0 and not distorting_options(args)
 
-    def shared_texts(self, texts: list) -> list:
-        """The texts that all ranks of a sampler score: of the main process for a server."""
-        return self.broadcast([texts])[0] if self.trainer.accelerator.num_processes > 1 else texts
-
-    def largest(self, number: int) -> int:
-        """The largest of the numbers of all ranks."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return number
-        return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
-
-    def score(self, ids: list[int], n: int) -> torch.Tensor:
-        """
-        Log-probabilities of the last `n` tokens of a text under the trainer, `(n,)`: in evaluation mode, at temperature 1, in
-        the process of this rank. All ranks call it as often.
-        """
-        with evaluating(self.trainer._bare(self.trainer.model)):
-            return self._score(torch.tensor([ids], device=self.trainer.accelerator.device), n).float().cpu()
-
-    def _score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+    def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+        """Log-probabilities of the last `n` tokens of a text, `(n,)`, at temperature 1. `ids` are `(1, S)`."""
         raise NotImplementedError
 
 
@@ -219,21 +200,11 @@ class PushesToVLLM(Pushes):
         generation, noted = self.trainer.vllm_generation, self.noting(weights)
         return _reload(generation, noted) if needs_reload(generation) else noted
 
-    def shared_texts(self, texts: list) -> list:
-        generation = self.engine
-        if generation is None:
-            return super().shared_texts(texts)
-        if generation.tensor_parallel_size == 1:
-            return texts
-        together: list[Any] = [None] * generation.tensor_parallel_size
-        torch.distributed.all_gather_object(together, texts, group=generation.tp_group)
-        return list(together[0])
-
     @property
     def scores_at_once(self) -> bool:  # type: ignore[override]  # a sleeping engine has no weights after it has generated
         return self.engine is None or not self.engine.enable_sleep_mode
 
-    def _score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+    def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         logps: torch.Tensor = self.trainer._score_text(ids, n)
         return logps
 
