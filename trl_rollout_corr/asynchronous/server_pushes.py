@@ -41,7 +41,7 @@ class PushesToServer(Pushes):
         """True if the server loads an adapter from files, and the trainer pushes no weights."""
         return getattr(self.trainer, "_lora_sync", False)  # a newer TRL may have no such attribute
 
-    def _score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+    def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         trainer, length = self.trainer, ids.shape[1]
         ends = torch.tensor([0, length], dtype=torch.int32, device=ids.device)
         path = torch.arange(length, device=ids.device)

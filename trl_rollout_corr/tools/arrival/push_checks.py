@@ -112,7 +112,7 @@ class PushChecks:
 
     def _on_any_rank(self, value: bool) -> bool:
         """True if the value is true on a rank. All ranks ask."""
-        return bool(self.pushes.largest(int(value)))
+        return bool(self.rescore.largest(int(value)))
 
 
 def _get(config: Any, *path: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from ...correction.functional import k3
 from ...correction.sums import Applied, SegmentedSums
 from ...messages import notify
+from ...trainers.forward_pass import evaluating
 
 
 MOST = 8  # completions
@@ -113,8 +114,8 @@ class Rescore:
         if reason := self.blind():
             self._give_up(f"{reason}.")
             return
-        texts = self.pushes.shared_texts(self._texts or [])
-        most = self.pushes.largest(len(texts))  # every rank makes as many forward passes
+        texts = self._shared(self._texts or [])
+        most = self.largest(len(texts))  # every rank makes as many forward passes
         if not most:
             return  # all completions are empty; there will be others
         self._due = False
@@ -124,13 +125,13 @@ class Rescore:
                 scored = self.ask([text.ids for text in texts]) if texts else []
         except Exception as error:  # a server without this API, or one that is busy: no reason to end a run
             problem = f"the sampler did not score a text ({type(error).__name__}: {error})."
-        if self.pushes.largest(int(bool(problem))):
+        if self.largest(int(bool(problem))):
             self._give_up(problem or "the sampler of another rank did not score a text.")
             return
         padded = [*texts, *[Text([0], [0], [False], [0.0])] * (most - len(texts))]
         try:
             with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):
-                trained = [self.pushes.score(text.ids, len(text.completion)) for text in padded]
+                trained = [self._score(text) for text in padded]
         except Exception as error:
             self._give_up(f"the trainer did not score a text ({type(error).__name__}: {error}).")
             return
@@ -150,6 +151,33 @@ class Rescore:
             segments["age"] = _gap(now, then)
         device = self.pushes.trainer.accelerator.device
         return Rescored.of({name: x.float().to(device) for name, x in segments.items()})
+
+    def _shared(self, texts: list[Text]) -> list[Text]:
+        """The texts that all ranks of a sampler score: of the first rank of an engine, or of the main process for a server."""
+        generation = self.pushes.engine
+        if generation is None:
+            several = self.pushes.trainer.accelerator.num_processes > 1
+            return list(self.pushes.broadcast([texts])[0]) if several else texts
+        if generation.tensor_parallel_size == 1:
+            return texts
+        together: list[Any] = [None] * generation.tensor_parallel_size
+        torch.distributed.all_gather_object(together, texts, group=generation.tp_group)
+        return list(together[0])
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all ranks."""
+        accelerator = self.pushes.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return number
+        return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+
+    def _score(self, text: Text) -> torch.Tensor:
+        """Log-probabilities of a completion under the trainer, in evaluation mode. All ranks call it as often."""
+        trainer = self.pushes.trainer
+        ids = torch.tensor([text.ids], device=trainer.accelerator.device)
+        with evaluating(trainer._bare(trainer.model)):
+            logps: torch.Tensor = self.pushes.score(ids, len(text.completion)).float().cpu()
+        return logps
 
     def _give_up(self, reason: str) -> None:
         self.done = True
