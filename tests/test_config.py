@@ -364,7 +364,7 @@ def test_rejection_thresholds(criteria, written, parsed):
     ("criteria", "written", "message"),
     [
         ("token_k1", None, r"`rollout_rs_threshold` is not set"),
-        ("token", 2.0, r"`rollout_rs` is .* 'token' is not a criterion. Did you mean 'token_tv'\? Allowed names"),
+        ("token", 2.0, r"`rollout_rs` is .* 'token' is not a criterion. verl calls it 'token_k1' today. Allowed"),
         ("token_k4", 2.0, r"Allowed names"),
         (["token_k2", "token_k2"], 2.0, r"twice"),
         (3, 2.0, r"`rollout_rs` must be a list of names, got 3"),
@@ -710,3 +710,118 @@ def test_reinforce_over_several_iterations_is_warned_about(config_class, options
     assert len(found) == warned
     if warned:
         assert found[0].startswith("`num_iterations` is 2 with `rollout_loss_type='reinforce'`")
+
+
+# What cannot be meant -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["none", "null", "None"])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RolloutCorrectionConfig)])
+def test_a_command_line_takes_none_where_yaml_does(name, word, capsys):
+    try:
+        expected = settings(**{name: None})
+    except ValueError:
+        return  # no value of this field in YAML either
+    (config,) = HfArgumentParser(RolloutCorrectionConfig).parse_args_into_dataclasses([f"--{name}", word])
+    assert config.settings == expected
+
+
+HUGE = 10**400
+CANNOT_BE_MEANT = {
+    "empty folder": ({"rollout_dump_dir": ""}, r"`rollout_dump_dir` must be the path .* got '': .* current folder"),
+    "blank folder": ({"rollout_dump_dir": " "}, r"`rollout_dump_dir` must be the path"),
+    "empty preset": ({"rollout_correction": ""}, r"`rollout_correction` must be the name of a preset.* not be set"),
+    "huge limit": ({"rollout_monitor_bounds": {"staleness": HUGE}}, r"`rollout_monitor_bounds` for 'staleness' must"),
+    "huge limit as JSON": ({"rollout_monitor_bounds": f'{{"staleness": {HUGE}}}'}, r"`rollout_monitor_bounds` for"),
+    "huge dump": ({"rollout_dump_max_gb": HUGE}, r"`rollout_dump_max_gb` must be a number above 0"),
+    "huge cap": ({"rollout_clip_ratio_c": HUGE}, r"`rollout_clip_ratio_c` must be a number"),
+    "huge text": ({"rollout_is": "token", "rollout_is_threshold": str(HUGE)}, r"`rollout_is_threshold` must be made of"),
+    "a change of 1.5": ({"rollout_rs": "seq_mean_tv", "rollout_rs_threshold": 1.5}, r"`seq_mean_tv` must be below 1"),
+    "verl's first name": ({"rollout_rs": "geometric", "rollout_rs_threshold": 2.0}, r"verl calls it 'seq_mean_k1' today"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_MEANT)
+def test_what_cannot_be_meant_is_refused(name):
+    fields, message = CANNOT_BE_MEANT[name]
+    with pytest.raises(SettingError, match=message):
+        RolloutCorrectionConfig(**fields)
+
+
+HARDLY_MEANT = {
+    "a weight of 2000": ({"rollout_is": "token", "rollout_is_threshold": 2000}, r"`rollout_is_threshold` allows weights up"),
+    "a weight by sign": ({"rollout_is_threshold": [[0, 500], [1, 1]]}, r"allows weights up to 500"),
+    "a mean k3 of 5": ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 5}, r"`seq_mean_k3` is 5.0: .* about 0.001"),
+    "a veto on a mean": ({"rollout_rs": "turn_mean_k1", "rollout_rs_threshold": [[1e-4, math.inf]]}, r"take `turn_max_k1`"),
+    "no bound": ({"rollout_rs": "token_k1", "rollout_rs_threshold": math.inf}, r"so that nothing is rejected"),
+    "no bound of k3": ({"rollout_rs": "token_k3", "rollout_rs_threshold": math.inf}, r"so that nothing is rejected"),
+    "a cap of 1e6": ({"rollout_correction": "bypass_ppo_clip", "rollout_clip_ratio_c": 1e6}, r"`rollout_clip_ratio_c` is 1e"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARDLY_MEANT)
+def test_what_can_hardly_be_meant_is_warned_about_once(name):
+    fields, message = HARDLY_MEANT[name]
+    with pytest.warns(UserWarning, match=message) as caught:
+        RolloutCorrectionConfig(**fields)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("fields", [{"rollout_correction": name} for name in PRESETS])
+def test_no_preset_is_warned_about(fields):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RolloutCorrectionConfig(**fields)
+
+
+@pytest.mark.parametrize(("value", "allowed"), [(-9999, False), (0.5, False), (math.nan, False), (math.inf, True)])
+def test_bounds_of_trl_are_refused_by_their_own_name(value, allowed):
+    fields = {"rollout_correction": "trl", "vllm_importance_sampling_clip_max": value}
+    if allowed:
+        assert grpo(**fields).settings.bounding.upper == value
+    else:
+        with pytest.raises(ValueError, match=r"^`vllm_importance_sampling_clip_max` must be"):
+            grpo(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "hint"),
+    [
+        (RolloutCorrectionConfig, "rollout_token_veto_threshold", r"`rollout_rs: \[seq_max_k1\]`"),
+        (RolloutCorrectedGRPOConfig, "rollout_is_veto_threshold", r"`rollout_rs: \[seq_max_k1\]`"),
+        (RolloutCorrectionConfig, "rollout_is_level", r"Write the level as `rollout_is`"),
+        (
+            RolloutCorrectionConfig,
+            "rollout_is_levle",
+            r"Did you mean 'rollout_is_level', which is no field here either",
+        ),
+        (RolloutCorrectedGRPOConfig, "tis_imp_ratio_cap", r"`rollout_is: token`"),
+        (RolloutCorrectedRLOOConfig, "loss_type", r"only GRPO has it"),
+        (RolloutCorrectedRLOOConfig, "vllm_importance_sampling_mode", r"a field of TRL's GRPOConfig alone"),
+        (
+            RolloutCorrectionConfig,
+            "use_vllm",
+            r"a field for GRPO and RLOO. An asynchronous run always samples with a vLLM",
+        ),
+        (RolloutCorrectedGRPOConfig, "rollout_iss", r"Did you mean 'rollout_is'\?"),
+    ],
+)
+def test_hints_about_names_lead_the_right_way(config_class, name, hint):
+    machine = {} if config_class is RolloutCorrectionConfig else MACHINE
+    with pytest.raises(TypeError, match=f"`{name}` is not a field of {config_class.__name__}.*{hint}"):
+        config_class(**machine, **{name: "x"})
+
+
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_staleness": -1}, r"`max_staleness` is -1, and must be 0 or more: every sample would be discarded"),
+        ({"weight_sync_steps": 0}, r"`weight_sync_steps` is 0, and must be 1 or more"),
+        ({"temperature": 0.0}, r"`temperature` is 0.0, and must be a number of at least 0.01"),
+        ({"use_liger_kernel": True}, r"`use_liger_kernel` is True, which TRL's asynchronous trainer does not support"),
+    ],
+)
+def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(**MACHINE, **fields)

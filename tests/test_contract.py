@@ -306,3 +306,13 @@ def test_a_correction_that_was_never_reached_is_an_error(make):
     trainer = make(Changed)
     with pytest.raises(RuntimeError, match="did not run the policy through `_get_per_token_logps_and_entropies`"):
         trainer.compute_loss(trainer.model, micro_batches(trainer)[0])
+
+
+def test_liger_leaves_the_head_and_the_loss_to_trl(make):
+    """A fused loss of Liger would compute no log-probabilities for the correction."""
+    with pytest.warns(FutureWarning, match="`use_liger_kernel=True` is deprecated"):
+        trainer = make(RolloutCorrectedGRPOTrainer, use_liger_kernel=True)
+    assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False}
+    for owner in (GRPOTrainer, RLOOTrainer):
+        assert '"fused_linear_cross_entropy": False' in source_of(owner)
+        assert "liger_loss" not in source_of(owner)

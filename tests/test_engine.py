@@ -16,7 +16,13 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectionConfig,
 )
-from trl_rollout_corr.trainers.engine_arguments import RESERVED, check_engine_kwargs, engine_arguments
+from trl_rollout_corr.trainers.engine_arguments import (
+    DOUBTFUL,
+    RESERVED,
+    check_engine_kwargs,
+    engine_arguments,
+    known_arguments,
+)
 from trl_rollout_corr.trainers.metadata import check_types, engine_metadata
 from trl_rollout_corr.trainers.trl_checks import check_shared_process
 
@@ -50,6 +56,59 @@ def test_arguments_of_another_engine_warn(tmp_path, fields, reason):
     on_a_cpu = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
     with pytest.warns(UserWarning, match=f"`rollout_engine_kwargs` .* has no effect: {reason}"):
         RolloutCorrectedGRPOConfig(rollout_engine_kwargs={"dtype": "float16"}, **on_a_cpu, **fields)
+
+
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu": True}
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
+def test_arguments_that_vllm_does_not_have_are_refused_before_it_starts(tmp_path, config_class):
+    fields = {"output_dir": str(tmp_path), **COLOCATED}
+    message = r"'enforce_egaer', which is no argument of the engine of vLLM \d.* Did you mean 'enforce_eager'\?"
+    with pytest.raises(ValueError, match=message):
+        config_class(**fields, rollout_engine_kwargs={"enforce_egaer": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # arguments of `LLM` and of `EngineArgs`
+        config_class(**fields, rollout_engine_kwargs={"disable_custom_all_reduce": True, "max_num_batched_tokens": 64})
+
+
+def test_what_cannot_be_looked_up_is_left_to_vllm(monkeypatch):
+    monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", lambda **kwargs: None)  # takes everything
+    check_engine_kwargs({"enforce_egaer": True})
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)  # has moved
+    check_engine_kwargs({"enforce_egaer": True})
+    monkeypatch.delattr(vllm_generation, "LLM")  # no vLLM
+    check_engine_kwargs({"enforce_egaer": True})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"speculative_config": {"method": "ngram"}},
+            "'speculative_config'. Perhaps the log-probabilities are not those",
+        ),
+        ({"logits_processors": ["a.B"]}, "'logits_processors'. A processor of logits changes what vLLM samples"),
+        (
+            {"hf_overrides": {"rope_theta": 1e6}},
+            "'rope_theta' of the model's .*perhaps vLLM then computes another model",
+        ),
+        (
+            {"override_generation_config": {"top_p": 0.9}},
+            "'top_p' in 'override_generation_config', which has no effect",
+        ),
+        ({"quantization_config": {"linear": "fp8_per_channel"}}, "without 'quantization'. vLLM then rounds no layer"),
+    ],
+)
+def test_arguments_that_change_what_a_log_probability_means_are_named(tmp_path, kwargs, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        RolloutCorrectedGRPOConfig(str(tmp_path), **COLOCATED, rollout_engine_kwargs=kwargs)
+    assert len(caught) == 1
+
+
+def test_every_doubtful_argument_is_one_of_vllm():
+    unknown = DOUBTFUL.keys() - known_arguments(vllm_generation.LLM)
+    assert not unknown  # a newer vLLM may drop some
 
 
 def test_no_quantization_leaves_what_trl_asks_for(tmp_path, monkeypatch):

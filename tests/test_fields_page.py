@@ -1,15 +1,17 @@
 """The page about fields has all of them, and examples that work. `test_docs` compares the rest of a row with the code."""
 
 import dataclasses
+import math
 import re
 import warnings
 
 import pytest
+import torch
 import yaml
 
 import trl_rollout_corr
 from tests.launching import ROOT
-from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.settings.criteria import CRITERIA
 
 
@@ -28,8 +30,8 @@ OTHERS = {
     "rollout_clip_ratio_c": ([3.0, None], [1.0]),
     "rollout_engine_kwargs": ([{"dtype": "float16"}, None], ["float16"]),
     "rollout_monitor_bounds": ([{"k3_high": 0.1}, {"k3_high": None}], [{"k4": 1.0}]),
-    "rollout_dump_dir": (["a/folder", None], [3]),
-    "rollout_dump_max_gb": ([0.5], [0.0]),
+    "rollout_dump_dir": (["a/folder", None], [3, ""]),
+    "rollout_dump_max_gb": ([0.5], [0.0, 10**400]),
 }
 COMPANIONS = {
     "rollout_rs": {"rollout_rs_threshold": 1.5},
@@ -77,3 +79,14 @@ def test_values_are_taken_and_others_refused(name):
 def test_every_criterion_is_listed():
     table = PAGE.split("### Names of criteria")[1].split("## ")[0]
     assert set(re.findall(r"`((?:token|turn|seq)_\w+)`", table)) == set(CRITERIA)
+
+
+def test_the_direction_of_the_mean_divergence_is_the_one_on_the_page():
+    assert "for `seq_mean_binary_kl` `D(q, p)`, with `q` the probability in vLLM" in PAGE
+    p, q = 0.1, 0.6
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))  # 0.75; the other direction is 0.55
+    for bound, kept in ((0.7, False), (0.8, True)):
+        config = build({"rollout_rs": "seq_mean_binary_kl", "rollout_rs_threshold": bound})
+        logps = [torch.full((1, 2), math.log(x)) for x in (p, q)]
+        assert compute_rollout_correction(*logps, torch.ones(1, 2), config).keep.all().item() == kept
+    assert 0.7 < divergence < 0.8

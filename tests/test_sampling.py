@@ -1,6 +1,7 @@
 """Settings under which the sampler's log-probabilities are not comparable to the trainer's are found at the start."""
 
 import json
+import math
 import threading
 import warnings
 from contextlib import nullcontext
@@ -46,7 +47,7 @@ def test_what_distorts_the_sampler_is_named_once(config_class, fields, named, tm
     [
         {},
         {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
-        {"top_k": -1, "generation_kwargs": {"presence_penalty": 0.0, "min_tokens": 0, "stop": ["!"], "seed": 3}},
+        {"top_k": -1, "generation_kwargs": {"presence_penalty": 0.0, "min_tokens": 0, "stop": ["!"]}},
         {"generation_kwargs": {"logprobs": 0, "n": 1, "temperature": 0.7}, "temperature": 0.7},
         {"use_vllm": False, "top_p": 0.9},  # a rollout function, which does as it likes
     ],
@@ -55,6 +56,28 @@ def test_neutral_settings_are_silent(config_class, fields, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config_class(**config_fields(tmp_path, **{"use_vllm": True, **fields}))
+
+
+@both_trainers
+@pytest.mark.parametrize("temperature", [0, -1.0, 0.001, math.nan, math.inf])
+def test_temperatures_of_which_vllm_has_another_distribution_are_refused(config_class, temperature, tmp_path):
+    with pytest.raises(ValueError, match=r"`temperature` is .* must be a number of at least 0.01"):
+        config_class(**config_fields(tmp_path, use_vllm=True, temperature=temperature))
+
+
+@both_trainers
+def test_misspelt_options_of_sampling_are_refused_before_vllm_starts(config_class, tmp_path):
+    fields = config_fields(tmp_path, use_vllm=True, generation_kwargs={"min_token": 3})
+    with pytest.raises(ValueError, match=r"`generation_kwargs` has 'min_token', .* Did you mean 'min_tokens'\?"):
+        config_class(**fields)
+    with pytest.warns(UserWarning, match="Did you mean 'min_tokens'.*If the server has another vLLM"):
+        config_class(**fields, vllm_mode="server")
+
+
+@both_trainers
+def test_one_seed_for_all_completions_is_warned_about(config_class, tmp_path):
+    with pytest.warns(UserWarning, match="`seed` to 3, which vLLM uses for each completion.*are equal"):
+        config_class(**config_fields(tmp_path, use_vllm=True, generation_kwargs={"seed": 3}))
 
 
 @both_trainers

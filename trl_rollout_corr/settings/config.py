@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from ..messages import SettingError, nearest, warn, warn_idle
+from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
-from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, WeightLevel
-from .of_trl import TRL_KEYS, from_trl
+from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
+from .of_trl import TRL_KEYS, from_trl, instead_of
 from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
+from .thresholds import warn_about_bounds
 
 
 # On a command line: several values, and a truth value whose name alone means true
@@ -93,13 +94,13 @@ class RolloutCorrectionConfig:
     rollout_correction: str | None = "default"
     rollout_is: WeightLevel | None = "preset"
     rollout_is_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
-    rollout_is_clamp: bool | None = field(default=None, metadata=_FLAG)
+    rollout_is_clamp: Truth | None = field(default=None, metadata=_FLAG)
     rollout_is_batch_normalize: bool = False
     rollout_rs: list[CriterionName] | str | None = field(default="preset", metadata=_SEVERAL)
     rollout_rs_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
     rollout_rs_renormalize: bool = False
     rollout_rs_exclude_from_baseline: bool = False
-    bypass_mode: bool | None = field(default=None, metadata=_FLAG)
+    bypass_mode: Truth | None = field(default=None, metadata=_FLAG)
     rollout_loss_type: LossType | None = None
     rollout_clip_ratio_c: float | str | None = 3.0
     rollout_metrics_only: bool = False
@@ -123,7 +124,8 @@ class RolloutCorrectionConfig:
         parameters = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             for name in kwargs.keys() - parameters:
-                raise TypeError(f"`{name}` is not a field of {cls.__name__}.{nearest(name, parameters)}")
+                hint = instead_of(name, parameters)
+                raise TypeError(f"`{name}` is not a field of {cls.__name__}.{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,7 @@ class RolloutCorrectionConfig:
             if name in given:
                 warn_idle(name, getattr(self, name), reason)
         _warn_about_conflicts(settings, given)
+        warn_about_bounds(settings)
 
     @property
     def _parsed(self) -> dict[str, Any]:

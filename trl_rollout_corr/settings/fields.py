@@ -12,7 +12,15 @@ from ..door import tool
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, Level
 from .presets import PRESETS
-from .thresholds import none_if_null, numbers_in, parse_criteria, parse_number, parse_truth, parse_weight_threshold
+from .thresholds import (
+    is_beyond_floats,
+    none_if_null,
+    numbers_in,
+    parse_criteria,
+    parse_number,
+    parse_truth,
+    parse_weight_threshold,
+)
 
 
 WeightLevel = Literal[Level, "preset"]
@@ -20,17 +28,19 @@ LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
 MonitorAction = Literal["warn", "stop"]
 Replay = Literal["replay"]
+Truth = bool
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
 if not TYPE_CHECKING:  # see `criteria`
-    WeightLevel = LossType = NanPolicy = MonitorAction = Replay = str
+    WeightLevel = LossType = NanPolicy = MonitorAction = Replay = Truth = str
 
 _COMMON = (
     "Common presets are auto, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled; "
     "`trl-rollout-corr docs choosing#presets` has all."
 )
-_OFF = ("none", "null", "false", "off", "no", "")
+_OFF = ("none", "null", "false", "off", "no")
+_UNSET_VARIABLE = "A variable of the script may not be set."
 
 
 def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
@@ -49,17 +59,18 @@ def _count(name: str, smallest: int, value: object) -> int:
 
 
 def _unless_none(parse: Callable[[Any], Any], value: object) -> Any:
-    """Parse a value, but keep `None` and its text."""
-    value = none_if_null(value)
-    return None if value is None else parse(value)
+    """Parse a value, but keep `None`, its text, and a list of the text, which a command line passes."""
+    alone = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return None if none_if_null(alone) is None else parse(value)
 
 
 def _preset(value: object) -> str | None:
     """Name of a preset, `"default"`, or `None` for no correction."""
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None
-    if not isinstance(value, str):
-        remedy = "`trl-rollout-corr convert` translates a section of verl." if isinstance(value, Mapping) else ""
+    if not isinstance(value, str) or not value.strip():
+        section = "`trl-rollout-corr convert` translates a section of verl." if isinstance(value, Mapping) else ""
+        remedy = _UNSET_VARIABLE if isinstance(value, str) else section
         allowed = "the name of a preset, or None for no correction"
         raise SettingError("rollout_correction", value, allowed=allowed, remedy=remedy)
     if value not in PRESETS and value != "default":
@@ -73,13 +84,17 @@ def _criteria(value: object) -> Any:
 
 
 def _folder(value: object) -> str:
+    allowed = "the path of a folder, or None"
     if not isinstance(value, str | os.PathLike):
-        raise SettingError("rollout_dump_dir", value, allowed="the path of a folder, or None")
+        raise SettingError("rollout_dump_dir", value, allowed=allowed)
+    if not os.fspath(value).strip():
+        reason = "the dump would be written into the current folder"
+        raise SettingError("rollout_dump_dir", value, reason, allowed, f"{_UNSET_VARIABLE} The current folder is '.'.")
     return os.path.expanduser(os.fspath(value))
 
 
 def _gigabytes(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or is_beyond_floats(value):
         raise SettingError("rollout_dump_max_gb", value, allowed="a number above 0", remedy="1.0 is one gigabyte.")
     return value
 

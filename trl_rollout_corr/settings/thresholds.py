@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..messages import SettingError, nearest
-from .criteria import CRITERIA, DIRECTED
+from ..messages import SettingError, nearest, warn
+from .criteria import CRITERIA, DIRECTED, FIRST_NAMES
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|\+?\.?inf", re.IGNORECASE)
 _REJECTION = "rollout_rs_threshold"
+
+_TV_REASON = "a difference of probabilities is at most 1, so such a bound rejects nothing"
 
 Bounds = float | list[float]
 WeightBounds = Bounds | list[list[float]]
@@ -43,7 +45,9 @@ def none_if_null(value: object) -> Any:
 def parse_number(value: object, field: str, part: str = "") -> float:
     """A number or its text, possibly infinite."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        return float(value.strip().lower().replace(".inf", "inf"))
+        number = float(value.strip().lower().replace(".inf", "inf"))
+        if math.isfinite(number) or "inf" in value.lower():
+            return number
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         with suppress(OverflowError):  # an integer larger than all floats
             if not math.isnan(value):
@@ -51,6 +55,15 @@ def parse_number(value: object, field: str, part: str = "") -> float:
     allowed = "made of numbers" if field.endswith("_threshold") else "a number"
     remedy = "Write a pair as [0.5, 2.0]." if isinstance(value, str) and "_" in value else ""
     raise SettingError(field, value, allowed=allowed, remedy=remedy, part=part)
+
+
+def is_beyond_floats(value: float) -> bool:
+    """`True` for an integer that is larger than all floats."""
+    try:
+        float(value)
+    except OverflowError:
+        return True
+    return False
 
 
 def _underscore_hint(number: float) -> str:
@@ -118,7 +131,8 @@ def parse_criteria(value: object) -> list[str] | None:
         return None
     for name in names:
         if name not in CRITERIA:
-            remedy = f"{nearest(name, CRITERIA)} Allowed names: {', '.join(CRITERIA)}.".strip()
+            today = f"verl calls it {FIRST_NAMES[name]!r} today." if name in FIRST_NAMES else nearest(name, CRITERIA)
+            remedy = f"{today} Allowed names: {', '.join(CRITERIA)}.".strip()
             raise SettingError("rollout_rs", names, f"and {name!r} is not a criterion", remedy=remedy)
     if len(set(names)) < len(names):
         raise SettingError("rollout_rs", names, "which names a criterion twice", remedy="List each criterion once.")
@@ -161,9 +175,8 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
     if name.removeprefix("token_") in DIRECTED:
         bounds = _parse_directed(entry, part)
         if name == "token_tv" and (min(bounds) >= 1 or any(1 <= bound < math.inf for bound in bounds)):
-            reason = "a difference of probabilities is at most 1, so such a bound rejects nothing"
             remedy = "Set one such as 0.2, or a pair with inf on the side without a bound."
-            raise SettingError(_REJECTION, entry, reason, "below 1", remedy, part)
+            raise SettingError(_REJECTION, entry, _TV_REASON, "below 1", remedy, part)
         return bounds
     if name.endswith("k1") and isinstance(entry, list):
         return _parse_pair(entry, _REJECTION, part)
@@ -174,6 +187,8 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
     if not name.endswith("k1"):
         if upper <= 0:
             raise SettingError(_REJECTION, upper, allowed="a positive upper bound", part=part)
+        if name.endswith("_tv") and 1 <= upper < math.inf:
+            raise SettingError(_REJECTION, upper, _TV_REASON, "below 1", "Set one such as 0.2.", part)
         return upper
     if upper < 1:
         allowed = (
@@ -206,3 +221,52 @@ def _parse_pair(pair: list, field: str, part: str = "") -> list[float]:
         reason = "bounds that exclude a ratio of 1 drop the tokens on which both policies agree"
         raise SettingError(field, [lower, upper], reason, "a pair with 0 <= lower <= 1 <= upper", part=part)
     return [lower, upper]
+
+
+# Bounds that can hardly be meant --------------------------------------------------------------------------------------
+
+_LARGEST_WEIGHT = 100.0  # published caps end at 20
+_LARGEST_MEAN = 1.0  # nats per token; a healthy gap is a hundred times smaller
+_MEAN_RATIOS = (0.1, 10.0)  # factors per token
+
+
+def warn_about_bounds(settings: Any) -> None:
+    """Warn about bounds of weights and criteria of [`Settings`] that no token or completion is likely to pass."""
+    field = "vllm_importance_sampling_clip_max" if settings.by_trl else "rollout_is_threshold"
+    if settings.bounding is not None:
+        uppers = [settings.bounding.upper, *(settings.bounding.positive or ())[1:]]
+        if large := [upper for upper in uppers if _LARGEST_WEIGHT < upper < math.inf]:
+            warn(
+                f"`{field}` allows weights up to {large[0]:g}, so that one token or completion may count as much as "
+                f"{large[0]:g} others. Common bounds are 2 to 20. Infinity, in YAML `.inf`, means no bound.",
+                field,
+            )
+    criteria = settings.rollout_rs or []
+    for name, entry in zip(criteria, settings.rollout_rs_threshold if criteria else [], strict=True):
+        if reason := _hardly_meant(name, entry):
+            warn(f"`{_REJECTION}` for `{name}` is {entry}: {reason}", _REJECTION)
+    cap = settings.rollout_clip_ratio_c
+    if settings.clips_around_sampler and cap is not None and _LARGEST_WEIGHT < cap < math.inf:
+        warn(f"`rollout_clip_ratio_c` is {cap:g}. Common bounds are 2 to 20. If no bound is meant, set it to None.")
+
+
+def _hardly_meant(name: str, entry: Bounds) -> str:
+    """A sentence on a bound of a criterion that hardly rejects anything; empty text for others."""
+    bounds = entry if isinstance(entry, list) else [entry]
+    if all(bound in (0, math.inf) for bound in bounds):
+        return "no bound, so that nothing is rejected. Set a bound, or remove the criterion."
+    if "_mean_" not in name:
+        return ""
+    whole = "turn" if name.startswith("turn") else "completion"
+    if name.endswith(("k2", "k3", "kl")) and bounds[0] > _LARGEST_MEAN:
+        return (
+            f"a mean over a {whole}, in nats per token, which is about 0.001 in healthy runs. So it rejects hardly any "
+            f"{whole}. A common bound is 0.01; for single tokens take `token_{name.rpartition('_mean_')[2]}`."
+        )
+    lowest, largest = _MEAN_RATIOS
+    if name.endswith("k1") and (0 < bounds[0] < lowest or largest < bounds[1] < math.inf):
+        return (
+            f"a geometric mean of ratios of a {whole}, which is about 1 in healthy runs. So it rejects hardly any {whole}. "
+            f"A common pair is [0.99, 1.01]; for the worst token of a {whole} take `{name.replace('_mean_', '_max_')}`."
+        )
+    return ""

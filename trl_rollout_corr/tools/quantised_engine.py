@@ -35,7 +35,7 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
         if working:
             raise ValueError(
                 f"{_named(scheme)}, for which this vLLM has no kernel on this machine. Set it to {' or '.join(working)}, "
-                "which work here."
+                f"which {'work' if len(working) > 1 else 'works'} here."
             ) from error
         error.add_note(
             f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other layers "

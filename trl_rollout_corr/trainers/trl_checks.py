@@ -5,14 +5,16 @@ Each check is a function of a configuration. It raises a `ValueError` about sett
 settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
 """
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..messages import warn, warn_idle
+from ..messages import nearest, warn, warn_idle
 from ..settings.fields import LOSS_TYPES
+from .engine_arguments import check_engine_kwargs, known_sampling_options, warn_about_engine
 from .versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
@@ -29,7 +31,12 @@ _DISTORTING = (
     "bad_words",
     "allowed_token_ids",
     "structured_outputs",
+    "logits_processors",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
 )
+# vLLM samples greedily at 0, and raises lower temperatures to this one
+_LOWEST_TEMPERATURE = 0.01
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
 
 
@@ -178,6 +185,27 @@ def check_generation_kwargs(config: Any) -> None:
             )
 
 
+def check_temperature(config: Any) -> None:
+    """Refuse temperatures at which vLLM does not sample from the distribution that the trainer scores."""
+    if getattr(config, "use_vllm", True) and not _LOWEST_TEMPERATURE <= config.temperature < math.inf:
+        raise ValueError(
+            f"`temperature` is {config.temperature}, and must be a number of at least {_LOWEST_TEMPERATURE}: below it, vLLM "
+            "samples greedily or at another temperature, while the trainer divides by this one. Set it to 1.0."
+        )
+
+
+def check_sampling_names(config: Any) -> None:
+    """Refuse options of sampling that the installed vLLM does not have. A server may have another vLLM, so there, warn."""
+    given, known = config.generation_kwargs or {}, known_sampling_options()
+    if not config.use_vllm or known is None or not (unknown := [name for name in given if name not in known]):
+        return
+    reason = f"which is no option of vLLM's `SamplingParams`.{nearest(unknown[0], known)}"
+    message = f"`generation_kwargs` has {unknown[0]!r}, {reason}"
+    if config.vllm_mode == "colocate":
+        raise ValueError(message)
+    warn(f"{message} If the server has another vLLM that knows it, ignore this.", "generation_kwargs")
+
+
 def check_routing(config: Any) -> None:
     """Refuse samplers whose routes do not reach the trainer."""
     if config.settings.rollout_routing is None or not config.use_vllm:
@@ -246,6 +274,26 @@ def check_support(config: Any) -> None:
         )
 
 
+def check_engine(config: Any) -> None:
+    """Refuse arguments that the engine of a colocated vLLM does not take, and warn about doubtful ones."""
+    kwargs = config.settings.rollout_engine_kwargs
+    if kwargs and config.use_vllm and config.vllm_mode == "colocate":
+        check_engine_kwargs(kwargs)
+        warn_about_engine(kwargs)
+
+
+def warn_about_seed(config: Any) -> None:
+    """Warn about a seed of sampling, which is that of each completion of a group."""
+    seed = (config.generation_kwargs or {}).get("seed")
+    if seed is not None and config.use_vllm and config.vllm_mode == "colocate":
+        warn(
+            f"`generation_kwargs` sets `seed` to {seed!r}, which vLLM uses for each completion: all completions of a prompt "
+            "are drawn with the same random numbers and are equal, so that there is nothing to learn from. Remove it; "
+            "TRL's `seed` makes a run repeatable.",
+            "generation_kwargs",
+        )
+
+
 def warn_about_engine_kwargs(config: Any) -> None:
     """Warn about arguments of an engine that TRL does not build."""
     if not getattr(config, "use_vllm", True):
@@ -303,6 +351,17 @@ def neutral(name: str) -> float:
 def check_asynchronous(config: Any) -> None:
     """Refuse settings that an asynchronous run cannot follow."""
     settings = config.settings
+    for name, smallest, otherwise in (
+        ("max_staleness", 0, "every sample would be discarded, and training would wait for ever"),
+        ("weight_sync_steps", 1, "it is the number of optimizer steps between two pushes"),
+    ):
+        if (value := getattr(config, name, None)) is not None and value < smallest:
+            raise ValueError(f"`{name}` is {value}, and must be {smallest} or more: {otherwise}.")
+    if config.use_liger_kernel:
+        raise ValueError(
+            "`use_liger_kernel` is True, which TRL's asynchronous trainer does not support. Set it to False. GRPO and RLOO "
+            "take it: there Liger replaces layers alone, and the correction acts as without it."
+        )
     if settings.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
@@ -332,10 +391,14 @@ def check_asynchronous(config: Any) -> None:
 # In the order in which a user learns of them: what is refused comes first
 _OF_SAMPLING = [
     check_shared_process,
+    check_temperature,
     check_generation_kwargs,
+    check_sampling_names,
+    check_engine,
     check_routing,
     check_support,
     warn_about_engine_kwargs,
+    warn_about_seed,
     warn_about_distortion,
 ]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {
@@ -349,5 +412,5 @@ CHECKS: dict[str, list[Callable[[Any], None]]] = {
         warn_about_iterations,
     ],
     "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
-    "async_grpo": [check_asynchronous, warn_about_engine_kwargs, warn_about_distortion],
+    "async_grpo": [check_asynchronous, check_temperature, warn_about_engine_kwargs, warn_about_distortion],
 }

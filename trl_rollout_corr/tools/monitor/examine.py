@@ -105,8 +105,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
         if name not in BOUNDS:
             remedy = f"{nearest(name, BOUNDS)} Available bounds: {', '.join(BOUNDS)}.".strip()
             raise SettingError(field, bounds, f"and {name!r} is not a bound", remedy=remedy)
-        number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
-        if limit is not None and not number:
+        if limit is not None and not _is_number(limit):
             allowed = "a number, or None to switch the bound off"
             raise SettingError(field, limit, allowed=allowed, part=f"for {name!r}")
     return dict(bounds)
@@ -117,6 +116,13 @@ def is_small(history: Iterable[Mapping[str, object]]) -> bool:
     gaps = [Window(entry, None).get("k3_kl") for entry in history if is_training_window(entry)]
     known = [gap for gap in gaps if gap is not None]
     return bool(known) and max(known) <= BOUNDS["k3_corrected"].limit
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # an integer larger than all floats
+        return False
 
 
 def examine(
