@@ -70,7 +70,7 @@ def normalization_units(bounded, level, turns=None):
 
 def threshold_of(name: str, bound: float) -> float:
     """A bound for any criterion: the one given, below 1 for a difference of probabilities."""
-    return min(bound, 0.9) if name == "token_tv" else bound
+    return min(bound, 0.9) if name.endswith("_tv") else bound
 
 
 def parts(name):
