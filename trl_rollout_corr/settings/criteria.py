@@ -23,6 +23,8 @@ SCOPES = ("token", "turn_sum", "turn_mean", "turn_max", "seq_sum", "seq_mean", "
 # Divergences of the probabilities of a token instead of their ratio. For tokens, the first two depend on the sign of the
 # advantage.
 DIRECTED, OF_PROBABILITIES = ("tv", "kl"), ("tv", "kl", "binary_kl")
+# Names of criteria in verl's first pull request about rejection, and today's names
+FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 class Criterion(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...messages import SettingError, warn, warn_idle
+from ...settings.criteria import FIRST_NAMES
 from ...settings.of_trl import OFF, read_keys, read_value
 from ...settings.thresholds import TRUTH, parse_number, parse_rejection_thresholds, parse_truth, parse_weight_threshold
 
@@ -31,8 +32,6 @@ VERL_KEYS = (
     "use_pure_rollout_correction",
     "use_policy_gradient",
 )
-# Names of criteria in verl's first pull request about rejection, and today's names
-FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 # Keys of verl's first releases and their defaults, beside `rollout_is` (true or false) and `rollout_is_threshold`
 FIRST_KEYS = {
     "rollout_is_level": "token",
