@@ -16,13 +16,8 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectionConfig,
 )
-from trl_rollout_corr.trainers.engine_arguments import (
-    DOUBTFUL,
-    RESERVED,
-    check_engine_kwargs,
-    engine_arguments,
-    known_arguments,
-)
+from trl_rollout_corr.tools.engine_checks import DOUBTFUL, check_names, known_arguments
+from trl_rollout_corr.trainers.engine_arguments import RESERVED, check_engine_kwargs, engine_arguments
 from trl_rollout_corr.trainers.metadata import check_types, engine_metadata
 from trl_rollout_corr.trainers.trl_checks import check_shared_process
 
@@ -74,11 +69,11 @@ def test_arguments_that_vllm_does_not_have_are_refused_before_it_starts(tmp_path
 
 def test_what_cannot_be_looked_up_is_left_to_vllm(monkeypatch):
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", lambda **kwargs: None)  # takes everything
-    check_engine_kwargs({"enforce_egaer": True})
+    check_names({"enforce_egaer": True})
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)  # has moved
-    check_engine_kwargs({"enforce_egaer": True})
+    check_names({"enforce_egaer": True})
     monkeypatch.delattr(vllm_generation, "LLM")  # no vLLM
-    check_engine_kwargs({"enforce_egaer": True})
+    check_names({"enforce_egaer": True})
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ CORE = {
 }
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
-    "tools": ["text", "recipes", "documents", "quantised_engine"],
+    "tools": ["text", "recipes", "documents", "quantised_engine", "engine_checks", "names"],
     "tools.translation": ["verl", "counterparts", "setting_files"],
     "tools.monitor": [
         "bands",
@@ -154,6 +154,7 @@ MAY_IMPORT_TRL = (
     "tools.dump.writing",
     "tools.monitor.callback",
     "tools.probe.process",
+    "tools.engine_checks",
     "tools.quantised_engine",
     "tools.replay.choices",
 )

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from ..door import tool
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
-from .of_trl import TRL_KEYS, from_trl, instead_of
+from .of_trl import TRL_KEYS, from_trl
 from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
 from .thresholds import warn_about_bounds
@@ -124,7 +125,7 @@ class RolloutCorrectionConfig:
         parameters = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             for name in kwargs.keys() - parameters:
-                hint = instead_of(name, parameters)
+                hint = tool("names that are no fields")(name, parameters)
                 raise TypeError(f"`{name}` is not a field of {cls.__name__}.{hint}")
         return super().__new__(cls)
 

@@ -13,7 +13,6 @@ from ..messages import SettingError, nearest
 from .criteria import LEVELS, Level
 from .presets import PRESETS
 from .thresholds import (
-    is_beyond_floats,
     none_if_null,
     numbers_in,
     parse_criteria,
@@ -40,6 +39,7 @@ _COMMON = (
     "`trl-rollout-corr docs choosing#presets` has all."
 )
 _OFF = ("none", "null", "false", "off", "no")
+_LARGEST = 1e300  # so that it is a float as bytes, too
 _UNSET_VARIABLE = "A variable of the script may not be set."
 
 
@@ -94,7 +94,11 @@ def _folder(value: object) -> str:
 
 
 def _gigabytes(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or is_beyond_floats(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (0 < value <= _LARGEST or value == float("inf"))
+    ):
         raise SettingError("rollout_dump_max_gb", value, allowed="a number above 0", remedy="1.0 is one gigabyte.")
     return value
 

@@ -57,15 +57,6 @@ def parse_number(value: object, field: str, part: str = "") -> float:
     raise SettingError(field, value, allowed=allowed, remedy=remedy, part=part)
 
 
-def is_beyond_floats(value: float) -> bool:
-    """`True` for an integer that is larger than all floats."""
-    try:
-        float(value)
-    except OverflowError:
-        return True
-    return False
-
-
 def _underscore_hint(number: float) -> str:
     """A sentence on a number that YAML may have made of a pair, as 0.52 of `0.5_2`. Such a number has two digits or more."""
     if not 0.1 <= number < 1 or len(repr(number)) < len("0.52"):
@@ -225,9 +216,8 @@ def _parse_pair(pair: list, field: str, part: str = "") -> list[float]:
 
 # Bounds that can hardly be meant --------------------------------------------------------------------------------------
 
-_LARGEST_WEIGHT = 100.0  # published caps end at 20
-_LARGEST_MEAN = 1.0  # nats per token; a healthy gap is a hundred times smaller
-_MEAN_RATIOS = (0.1, 10.0)  # factors per token
+# A weight, of which published caps end at 20; nats per token; and factors per token
+_LARGEST_WEIGHT, _LARGEST_MEAN, _MEAN_RATIOS = 100.0, 1.0, (0.1, 10.0)
 
 
 def warn_about_bounds(settings: Any) -> None:
@@ -255,16 +245,14 @@ def _hardly_meant(name: str, entry: Bounds) -> str:
     bounds = entry if isinstance(entry, list) else [entry]
     if all(bound in (0, math.inf) for bound in bounds):
         return "no bound, so that nothing is rejected. Set a bound, or remove the criterion."
-    if "_mean_" not in name:
-        return ""
     whole = "turn" if name.startswith("turn") else "completion"
-    if name.endswith(("k2", "k3", "kl")) and bounds[0] > _LARGEST_MEAN:
+    if "_mean_" in name and name.endswith(("k2", "k3", "kl")) and bounds[0] > _LARGEST_MEAN:
         return (
             f"a mean over a {whole}, in nats per token, which is about 0.001 in healthy runs. So it rejects hardly any "
             f"{whole}. A common bound is 0.01; for single tokens take `token_{name.rpartition('_mean_')[2]}`."
         )
     lowest, largest = _MEAN_RATIOS
-    if name.endswith("k1") and (0 < bounds[0] < lowest or largest < bounds[1] < math.inf):
+    if "_mean_k1" in name and (0 < bounds[0] < lowest or largest < bounds[1] < math.inf):
         return (
             f"a geometric mean of ratios of a {whole}, which is about 1 in healthy runs. So it rejects hardly any {whole}. "
             f"A common pair is [0.99, 1.01]; for the worst token of a {whole} take `{name.replace('_mean_', '_max_')}`."

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ..messages import nearest, warn, warn_idle
+from ..door import tool
+from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
-from .engine_arguments import check_engine_kwargs, known_sampling_options, warn_about_engine
+from .engine_arguments import check_engine_kwargs
 from .versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
@@ -195,15 +196,9 @@ def check_temperature(config: Any) -> None:
 
 
 def check_sampling_names(config: Any) -> None:
-    """Refuse options of sampling that the installed vLLM does not have. A server may have another vLLM, so there, warn."""
-    given, known = config.generation_kwargs or {}, known_sampling_options()
-    if not config.use_vllm or known is None or not (unknown := [name for name in given if name not in known]):
-        return
-    reason = f"which is no option of vLLM's `SamplingParams`.{nearest(unknown[0], known)}"
-    message = f"`generation_kwargs` has {unknown[0]!r}, {reason}"
-    if config.vllm_mode == "colocate":
-        raise ValueError(message)
-    warn(f"{message} If the server has another vLLM that knows it, ignore this.", "generation_kwargs")
+    """Refuse options of sampling that the installed vLLM does not have."""
+    if config.use_vllm and config.generation_kwargs:
+        tool("options of sampling")(config.generation_kwargs, colocated=config.vllm_mode == "colocate")
 
 
 def check_routing(config: Any) -> None:
@@ -279,19 +274,7 @@ def check_engine(config: Any) -> None:
     kwargs = config.settings.rollout_engine_kwargs
     if kwargs and config.use_vllm and config.vllm_mode == "colocate":
         check_engine_kwargs(kwargs)
-        warn_about_engine(kwargs)
-
-
-def warn_about_seed(config: Any) -> None:
-    """Warn about a seed of sampling, which is that of each completion of a group."""
-    seed = (config.generation_kwargs or {}).get("seed")
-    if seed is not None and config.use_vllm and config.vllm_mode == "colocate":
-        warn(
-            f"`generation_kwargs` sets `seed` to {seed!r}, which vLLM uses for each completion: all completions of a prompt "
-            "are drawn with the same random numbers and are equal, so that there is nothing to learn from. Remove it; "
-            "TRL's `seed` makes a run repeatable.",
-            "generation_kwargs",
-        )
+        tool("arguments of the engine")(kwargs)
 
 
 def warn_about_engine_kwargs(config: Any) -> None:
@@ -351,16 +334,15 @@ def neutral(name: str) -> float:
 def check_asynchronous(config: Any) -> None:
     """Refuse settings that an asynchronous run cannot follow."""
     settings = config.settings
-    for name, smallest, otherwise in (
-        ("max_staleness", 0, "every sample would be discarded, and training would wait for ever"),
-        ("weight_sync_steps", 1, "it is the number of optimizer steps between two pushes"),
+    for name, smallest, reason in (
+        ("max_staleness", 0, "every sample would be discarded"),
+        ("weight_sync_steps", 1, ""),
     ):
         if (value := getattr(config, name, None)) is not None and value < smallest:
-            raise ValueError(f"`{name}` is {value}, and must be {smallest} or more: {otherwise}.")
+            raise ValueError(f"`{name}` is {value}, and must be {smallest} or more{reason and ': '}{reason}.")
     if config.use_liger_kernel:
         raise ValueError(
-            "`use_liger_kernel` is True, which TRL's asynchronous trainer does not support. Set it to False. GRPO and RLOO "
-            "take it: there Liger replaces layers alone, and the correction acts as without it."
+            "`use_liger_kernel` is True, which TRL's asynchronous trainer does not support. Set it to False."
         )
     if settings.rollout_rs_exclude_from_baseline:
         raise ValueError(
@@ -398,7 +380,6 @@ _OF_SAMPLING = [
     check_routing,
     check_support,
     warn_about_engine_kwargs,
-    warn_about_seed,
     warn_about_distortion,
 ]
 CHECKS: dict[str, list[Callable[[Any], None]]] = {

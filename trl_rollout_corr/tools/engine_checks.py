@@ -1,0 +1,135 @@
+"""Arguments of vLLM's engine and options of its sampling: which the installed vLLM knows, and which are doubtful."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trl.generation import vllm_generation
+
+from ..messages import nearest, warn
+
+
+_SPECULATION = (
+    "Perhaps the log-probabilities are not those of the sampled tokens: with n-gram speculation in vLLM 0.31 and fresh "
+    "float32 weights, `k3_kl` rose to 0.55, and up to 10 percent of the tokens came without a finite log-probability. "
+    "Other methods of speculation were not run"
+)
+_OLD_CACHE = (
+    "Perhaps keys and values of old weights outlive a push there, as only vLLM's own cache is known to be cleared, and "
+    "completions then continue from them"
+)
+_OTHER_IMAGES = "Perhaps vLLM sees other images or frames than the trainer, which takes them from its own processor"
+# Arguments with which a log-probability may mean something else than the trainer's, and how
+DOUBTFUL = {
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
+    "logits_processors": "A processor of logits changes what vLLM samples but not what the trainer scores, so that every "
+    "ratio is off by the probability that was moved",
+    "watermark_config": "A watermark decides which token is drawn, so that tokens are not sampled with the reported "
+    "log-probabilities. This was never run",
+    "reasoning_config": "With a `thinking_token_budget`, vLLM forces the tokens that end the reasoning, which no policy "
+    "sampled. Perhaps they come with a log-probability of 0",
+    "diffusion_config": "A diffusion model does not sample one token after the other, as the trainer scores them",
+    "default_mm_loras": "vLLM applies adapters that the trainer does not have",
+    "model_class_overrides": "Perhaps vLLM computes another model than the trainer",
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"), _OLD_CACHE
+    ),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate"), _OTHER_IMAGES),
+}
+# Parts of a model's configuration that change its precision, but not what it computes
+_PRECISIONS = ("dtype", "torch_dtype", "head_dtype")
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def check_names(kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments that the engine of the installed vLLM does not know."""
+    engine = getattr(vllm_generation, "LLM", None)  # missing without vLLM, about which TRL has an error of its own
+    known = None if engine is None else known_arguments(engine)
+    if known is not None and (unknown := [name for name in kwargs if name not in known]):
+        raise ValueError(
+            f"`rollout_engine_kwargs` has {unknown[0]!r}, which is no argument of the engine of vLLM {_version()}."
+            f"{nearest(unknown[0], known)}"
+        )
+
+
+def known_arguments(engine: Callable[..., Any]) -> set[str] | None:
+    """Names of all arguments of vLLM's engine, or `None` if they cannot be told."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        own, passed_on = (inspect.signature(function).parameters for function in (engine, EngineArgs))
+    except Exception:  # vLLM has moved them, so that vLLM itself has to refuse
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in passed_on.values()):
+        return None
+    return {name for name, parameter in {**own, **passed_on}.items() if parameter.kind is not parameter.VAR_KEYWORD}
+
+
+def known_sampling_options() -> set[str] | None:
+    """Names of the options of sampling of the installed vLLM, or `None` if they cannot be told."""
+    try:
+        parameters = inspect.signature(vllm_generation.SamplingParams).parameters.values()
+    except Exception:  # there is no vLLM, or it does not say
+        return None
+    return None if any(it.kind is it.VAR_KEYWORD for it in parameters) else {it.name for it in parameters}
+
+
+def _version() -> str:
+    import vllm
+
+    return str(getattr(vllm, "__version__", "of unknown version"))
+
+
+def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
+    """Warn about arguments that may change what a log-probability means, and about those that vLLM does not read."""
+    field = "rollout_engine_kwargs"
+    for name, doubt in DOUBTFUL.items():
+        if kwargs.get(name):
+            warn(f"`{field}` has {name!r}. {doubt}. Remove it, or compare `k3_kl` of a few steps without it.", field)
+    overrides = kwargs.get("hf_overrides")
+    if isinstance(overrides, Mapping) and (parts := [key for key in overrides if key not in _PRECISIONS]):
+        warn(
+            f"`{field}` changes {', '.join(map(repr, parts))} of the model's configuration by 'hf_overrides': perhaps vLLM "
+            "then computes another model than the trainer. Make the same change in the trainer's model, in the "
+            "`config.json` of its folder.",
+            field,
+        )
+    defaults = kwargs.get("override_generation_config")
+    if isinstance(defaults, Mapping) and (idle := [name for name in _OF_SAMPLING if name in defaults]):
+        warn(
+            f"`{field}` sets {', '.join(map(repr, idle))} in 'override_generation_config', which has no effect: TRL gives "
+            "vLLM these options with each prompt. Set TRL's fields of these names.",
+            field,
+        )
+    if kwargs.get("quantization_config") and kwargs.get("quantization") is None:
+        warn(
+            f"`{field}` has 'quantization_config' without 'quantization'. vLLM then rounds no layer of a model of 16 or 32 "
+            "bits. Add {'quantization': 'online'}, or remove it.",
+            field,
+        )
+
+
+def check_engine(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that vLLM does not know, and warn about doubtful ones."""
+    check_names(kwargs)
+    warn_about_engine(kwargs)
+
+
+def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
+    """Refuse options of sampling that vLLM does not have, and warn about one seed. A server may have another vLLM."""
+    seed = kwargs.get("seed")
+    if colocated and seed is not None:
+        warn(
+            f"`generation_kwargs` sets `seed` to {seed!r}, which vLLM uses for each completion: all completions of a prompt "
+            "are drawn with the same random numbers and are equal, so that there is nothing to learn from. Remove it; "
+            "TRL's `seed` makes a run repeatable.",
+            "generation_kwargs",
+        )
+    known = known_sampling_options()
+    if known is None or not (unknown := [name for name in kwargs if name not in known]):
+        return
+    reason = f"which is no option of vLLM's `SamplingParams`.{nearest(unknown[0], known)}"
+    message = f"`generation_kwargs` has {unknown[0]!r}, {reason}"
+    if colocated:
+        raise ValueError(message)
+    warn(f"{message} If the server has another vLLM that knows it, ignore this.", "generation_kwargs")
