@@ -728,7 +728,7 @@ def test_a_command_line_takes_none_where_yaml_does(name, word, capsys):
 
 HUGE = 10**400
 CANNOT_BE_MEANT = {
-    "empty folder": ({"rollout_dump_dir": ""}, r"`rollout_dump_dir` must be the path .* got '': .* current folder"),
+    "empty folder": ({"rollout_dump_dir": ""}, r"`rollout_dump_dir` must be the path .* got ''. .* current folder"),
     "blank folder": ({"rollout_dump_dir": " "}, r"`rollout_dump_dir` must be the path"),
     "empty preset": ({"rollout_correction": ""}, r"`rollout_correction` must be the name of a preset.* not be set"),
     "huge limit": ({"rollout_monitor_bounds": {"staleness": HUGE}}, r"`rollout_monitor_bounds` for 'staleness' must"),

@@ -45,7 +45,7 @@ CORE = {
 }
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
-    "tools": ["text", "recipes", "documents", "quantised_engine", "engine_checks", "names"],
+    "tools": ["text", "recipes", "documents", "quantised_engine", "bounds", "engine_checks", "names"],
     "tools.translation": ["verl", "counterparts", "setting_files"],
     "tools.monitor": [
         "bands",

@@ -23,6 +23,7 @@ OTHERS = {
     "checks of pushes": "tools.arrival.push_checks:PushChecks",
     "pushes of adapters": "tools.arrival.adapters:leaving_base_alone",
     "quantised engine": "tools.quantised_engine:build_quantised",
+    "unlikely bounds": "tools.bounds:warn_about_bounds",
     "replays": "tools.replay.choices:replays_of",
 }
 

@@ -14,7 +14,6 @@ from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, 
 from .of_trl import TRL_KEYS, from_trl
 from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
-from .thresholds import warn_about_bounds
 
 
 # On a command line: several values, and a truth value whose name alone means true
@@ -125,8 +124,8 @@ class RolloutCorrectionConfig:
         parameters = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             for name in kwargs.keys() - parameters:
-                hint = tool("names that are no fields")(name, parameters)
-                raise TypeError(f"`{name}` is not a field of {cls.__name__}.{hint}")
+                instead = tool("names that are no fields")(name, parameters)
+                raise TypeError(f"`{name}` is not a field of {cls.__name__}.{instead}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -136,7 +135,8 @@ class RolloutCorrectionConfig:
             if name in given:
                 warn_idle(name, getattr(self, name), reason)
         _warn_about_conflicts(settings, given)
-        warn_about_bounds(settings)
+        if settings.by_trl or given & {"rollout_is_threshold", "rollout_rs_threshold", "rollout_clip_ratio_c"}:
+            tool("unlikely bounds")(settings)
 
     @property
     def _parsed(self) -> dict[str, Any]:

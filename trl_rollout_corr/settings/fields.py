@@ -88,8 +88,9 @@ def _folder(value: object) -> str:
     if not isinstance(value, str | os.PathLike):
         raise SettingError("rollout_dump_dir", value, allowed=allowed)
     if not os.fspath(value).strip():
-        reason = "the dump would be written into the current folder"
-        raise SettingError("rollout_dump_dir", value, reason, allowed, f"{_UNSET_VARIABLE} The current folder is '.'.")
+        raise SettingError(
+            "rollout_dump_dir", value, allowed=allowed, remedy=f"{_UNSET_VARIABLE} The current folder is '.'."
+        )
     return os.path.expanduser(os.fspath(value))
 
 

@@ -73,8 +73,7 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
         reason = "it would shrink the weight of tokens on which both policies agree"
         raise SettingError(of_upper, upper, reason, "at least 1", "TRL's default is 3.0.")
     if lower is not None and not 0 <= (lower := parse_number(lower, f"{_TRL}clip_min")) <= 1:
-        reason = "a weight is never negative, and it is 1 for tokens on which both policies agree"
-        raise SettingError(f"{_TRL}clip_min", lower, reason, "from 0 to 1, or None")
+        raise SettingError(f"{_TRL}clip_min", lower, allowed="from 0 to 1, or None")
     threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
     fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
     return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields

@@ -195,12 +195,6 @@ def check_temperature(config: Any) -> None:
         )
 
 
-def check_sampling_names(config: Any) -> None:
-    """Refuse options of sampling that the installed vLLM does not have."""
-    if config.use_vllm and config.generation_kwargs:
-        tool("options of sampling")(config.generation_kwargs, colocated=config.vllm_mode == "colocate")
-
-
 def check_routing(config: Any) -> None:
     """Refuse samplers whose routes do not reach the trainer."""
     if config.settings.rollout_routing is None or not config.use_vllm:
@@ -270,9 +264,11 @@ def check_support(config: Any) -> None:
 
 
 def check_engine(config: Any) -> None:
-    """Refuse arguments that the engine of a colocated vLLM does not take, and warn about doubtful ones."""
-    kwargs = config.settings.rollout_engine_kwargs
-    if kwargs and config.use_vllm and config.vllm_mode == "colocate":
+    """Refuse arguments and options of sampling that vLLM does not take, and warn about doubtful ones."""
+    kwargs, colocated = config.settings.rollout_engine_kwargs, config.vllm_mode == "colocate"
+    if config.use_vllm and config.generation_kwargs:
+        tool("options of sampling")(config.generation_kwargs, colocated=colocated)
+    if config.use_vllm and kwargs and colocated:
         check_engine_kwargs(kwargs)
         tool("arguments of the engine")(kwargs)
 
@@ -375,7 +371,6 @@ _OF_SAMPLING = [
     check_shared_process,
     check_temperature,
     check_generation_kwargs,
-    check_sampling_names,
     check_engine,
     check_routing,
     check_support,
