@@ -819,7 +819,6 @@ def test_hints_about_names_lead_the_right_way(config_class, name, hint):
         ({"max_staleness": -1}, r"`max_staleness` is -1, and must be 0 or more: every sample would be discarded"),
         ({"weight_sync_steps": 0}, r"`weight_sync_steps` is 0, and must be 1 or more"),
         ({"temperature": 0.0}, r"`temperature` is 0.0, and must be a number of at least 0.01"),
-        ({"use_liger_kernel": True}, r"`use_liger_kernel` is True, which TRL's asynchronous trainer does not support"),
     ],
 )
 def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):

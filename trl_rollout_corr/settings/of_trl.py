@@ -70,8 +70,7 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
         raise SettingError("vllm_importance_sampling_mode", mode, allowed=allowed)
     upper = INF if upper is None else parse_number(upper, of_upper)
     if upper < 1:
-        reason = "it would shrink the weight of tokens on which both policies agree"
-        raise SettingError(of_upper, upper, reason, "at least 1", "TRL's default is 3.0.")
+        raise SettingError(of_upper, upper, "or it shrinks all weights", "at least 1", "TRL's default is 3.0.")
     if lower is not None and not 0 <= (lower := parse_number(lower, f"{_TRL}clip_min")) <= 1:
         raise SettingError(f"{_TRL}clip_min", lower, allowed="from 0 to 1, or None")
     threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])

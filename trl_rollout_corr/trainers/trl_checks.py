@@ -34,7 +34,6 @@ _DISTORTING = (
     "structured_outputs",
     "logits_processors",
     "thinking_token_budget",
-    "trace_decode_token_ids",
 )
 # vLLM samples greedily at 0, and raises lower temperatures to this one
 _LOWEST_TEMPERATURE = 0.01
@@ -336,10 +335,6 @@ def check_asynchronous(config: Any) -> None:
     ):
         if (value := getattr(config, name, None)) is not None and value < smallest:
             raise ValueError(f"`{name}` is {value}, and must be {smallest} or more{reason and ': '}{reason}.")
-    if config.use_liger_kernel:
-        raise ValueError(
-            "`use_liger_kernel` is True, which TRL's asynchronous trainer does not support. Set it to False."
-        )
     if settings.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
