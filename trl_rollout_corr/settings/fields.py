@@ -12,14 +12,7 @@ from ..door import tool
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, Level
 from .presets import PRESETS
-from .thresholds import (
-    none_if_null,
-    numbers_in,
-    parse_criteria,
-    parse_number,
-    parse_truth,
-    parse_weight_threshold,
-)
+from .thresholds import none_if_null, numbers_in, parse_criteria, parse_number, parse_truth, parse_weight_threshold
 
 
 WeightLevel = Literal[Level, "preset"]
@@ -40,7 +33,6 @@ _COMMON = (
 )
 _OFF = ("none", "null", "false", "off", "no")
 _LARGEST = 1e300  # so that it is a float as bytes, too
-_UNSET_VARIABLE = "A variable of the script may not be set."
 
 
 def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
@@ -69,8 +61,7 @@ def _preset(value: object) -> str | None:
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None
     if not isinstance(value, str) or not value.strip():
-        section = "`trl-rollout-corr convert` translates a section of verl." if isinstance(value, Mapping) else ""
-        remedy = _UNSET_VARIABLE if isinstance(value, str) else section
+        remedy = "`trl-rollout-corr convert` translates a section of verl." if isinstance(value, Mapping) else ""
         allowed = "the name of a preset, or None for no correction"
         raise SettingError("rollout_correction", value, allowed=allowed, remedy=remedy)
     if value not in PRESETS and value != "default":
@@ -84,13 +75,11 @@ def _criteria(value: object) -> Any:
 
 
 def _folder(value: object) -> str:
-    allowed = "the path of a folder, or None"
-    if not isinstance(value, str | os.PathLike):
-        raise SettingError("rollout_dump_dir", value, allowed=allowed)
-    if not os.fspath(value).strip():
-        raise SettingError(
-            "rollout_dump_dir", value, allowed=allowed, remedy=f"{_UNSET_VARIABLE} The current folder is '.'."
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
+        remedy = (
+            "The current folder is '.'. A variable of the script may not be set." if isinstance(value, str) else ""
         )
+        raise SettingError("rollout_dump_dir", value, allowed="the path of a folder, or None", remedy=remedy)
     return os.path.expanduser(os.fspath(value))
 
 

@@ -329,12 +329,9 @@ def neutral(name: str) -> float:
 def check_asynchronous(config: Any) -> None:
     """Refuse settings that an asynchronous run cannot follow."""
     settings = config.settings
-    for name, smallest, reason in (
-        ("max_staleness", 0, "every sample would be discarded"),
-        ("weight_sync_steps", 1, ""),
-    ):
-        if (value := getattr(config, name, None)) is not None and value < smallest:
-            raise ValueError(f"`{name}` is {value}, and must be {smallest} or more{reason and ': '}{reason}.")
+    for name, least in (("max_staleness", 0), ("weight_sync_steps", 1)):
+        if getattr(config, name, least) < least:
+            raise ValueError(f"`{name}` is {getattr(config, name)}, and must be {least} or more.")
     if settings.rollout_rs_exclude_from_baseline:
         raise ValueError(
             "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
