@@ -244,6 +244,6 @@ def test_replay_is_refused_where_it_cannot_be(tiny_model_path, tmp_path, monkeyp
             trainer_class, config_class, tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path),
             rollout_support="replay",
         )  # fmt: skip
-    monkeypatch.setattr("trl_rollout_corr.trainers.trl_checks.INSTALLED", Version("1.17.0"))
+    monkeypatch.setattr("trl_rollout_corr.tools.engine_checks.INSTALLED", Version("1.17.0"))
     with pytest.raises(ValueError, match=r"trl 1.17.0 is newer than 1.16, and may compute .* itself"):
         config(top_p=0.9)

@@ -16,9 +16,8 @@ WATCHERS = {
     "rollout_dump_dir": "tools.dump.writing:SequenceDump",
 }
 OTHERS = {
-    "arguments of the engine": "tools.engine_checks:check_engine",
+    "checks of the sampler": "tools.engine_checks:check_sampler",
     "names that are no fields": "tools.names:instead_of",
-    "options of sampling": "tools.engine_checks:check_sampling",
     "bounds of the monitor": "tools.monitor.examine:parse_bounds",
     "checks of pushes": "tools.arrival.push_checks:PushChecks",
     "pushes of adapters": "tools.arrival.adapters:leaving_base_alone",

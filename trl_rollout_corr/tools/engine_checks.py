@@ -6,7 +6,8 @@ from typing import Any
 
 from trl.generation import vllm_generation
 
-from ..messages import nearest, warn
+from ..messages import nearest, warn, warn_idle
+from ..trainers.versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
 _SPECULATION = (
@@ -109,9 +110,13 @@ def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def check_engine(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that vLLM does not know, and warn about doubtful ones."""
+def check_sampler(config: Any, kwargs: Mapping[str, Any], *, truncates: bool) -> None:
+    """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
+    check_generation_kwargs(config)
+    check_sampling(config.generation_kwargs or {}, colocated=config.vllm_mode == "colocate")
     check_names(kwargs)
+    check_routing(config)
+    check_support(config, truncates)
     warn_about_engine(kwargs)
 
 
@@ -133,3 +138,64 @@ def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
     if colocated:
         raise ValueError(message)
     warn(f"{message} If the server has another vLLM that knows it, ignore this.", "generation_kwargs")
+
+
+def check_generation_kwargs(config: Any) -> None:
+    """Refuse arguments with which vLLM returns log-probabilities of another distribution than it samples from."""
+    if not config.use_vllm:
+        return
+    overrides = config.generation_kwargs or {}
+    if overrides.get("temperature", config.temperature) != config.temperature:
+        raise ValueError(
+            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
+            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
+            "`temperature` alone."
+        )
+    for name, needed in (("logprobs", 0), ("n", 1)):
+        value = overrides.get(name, needed)
+        if type(value) is not int or value != needed:
+            raise ValueError(
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
+                "log-probability of every sampled token. Remove it."
+            )
+
+
+def check_routing(config: Any) -> None:
+    """Refuse samplers whose routes do not reach the trainer."""
+    if config.settings.rollout_routing is None or not config.use_vllm:
+        return
+    reason = None
+    if config.vllm_mode != "colocate":
+        reason = (
+            "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set `vllm_mode` to 'colocate'"
+        )
+    elif config.vllm_tensor_parallel_size > 1:
+        reason = (
+            "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set `vllm_tensor_parallel_size` to 1"
+        )
+    if reason:
+        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
+
+
+def check_support(config: Any, truncates: bool) -> None:
+    """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
+    if config.settings.rollout_support is None or not config.use_vllm:
+        return
+    reason = None
+    if is_untested(INSTALLED):
+        reason = (
+            f"trl {INSTALLED} is newer than {NEWEST_TESTED}, and may compute log-probabilities over the kept tokens itself. "
+            f"Install {TESTED}, or leave truncated sampling to TRL"
+        )
+    elif config.vllm_mode != "colocate":
+        reason = (
+            f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
+        )
+    if reason:
+        raise ValueError(
+            f"`rollout_support` is {config.settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+        )
+    if not truncates:
+        warn_idle(
+            "rollout_support", config.settings.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token"
+        )

@@ -16,7 +16,6 @@ from ..door import tool
 from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
 from .engine_arguments import check_engine_kwargs
-from .versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
 # Options of vLLM that leave only some tokens to draw from
@@ -165,26 +164,6 @@ def _normalizes_over(config: Any, *levels: str) -> bool:
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-def check_generation_kwargs(config: Any) -> None:
-    """Refuse arguments with which vLLM returns log-probabilities of another distribution than it samples from."""
-    if not config.use_vllm:
-        return
-    overrides = config.generation_kwargs or {}
-    if overrides.get("temperature", config.temperature) != config.temperature:
-        raise ValueError(
-            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
-            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
-            "`temperature` alone."
-        )
-    for name, needed in (("logprobs", 0), ("n", 1)):
-        value = overrides.get(name, needed)
-        if type(value) is not int or value != needed:
-            raise ValueError(
-                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
-                "log-probability of every sampled token. Remove it."
-            )
-
-
 def check_temperature(config: Any) -> None:
     """Refuse temperatures at which vLLM does not sample from the distribution that the trainer scores."""
     if getattr(config, "use_vllm", True) and not _LOWEST_TEMPERATURE <= config.temperature < math.inf:
@@ -192,23 +171,6 @@ def check_temperature(config: Any) -> None:
             f"`temperature` is {config.temperature}, and must be a number of at least {_LOWEST_TEMPERATURE}: below it, vLLM "
             "samples greedily or at another temperature, while the trainer divides by this one. Set it to 1.0."
         )
-
-
-def check_routing(config: Any) -> None:
-    """Refuse samplers whose routes do not reach the trainer."""
-    if config.settings.rollout_routing is None or not config.use_vllm:
-        return
-    reason = None
-    if config.vllm_mode != "colocate":
-        reason = (
-            "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set `vllm_mode` to 'colocate'"
-        )
-    elif config.vllm_tensor_parallel_size > 1:
-        reason = (
-            "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set `vllm_tensor_parallel_size` to 1"
-        )
-    if reason:
-        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
 
 
 def check_shared_process(config: Any) -> None:
@@ -238,38 +200,15 @@ def check_shared_process(config: Any) -> None:
         )
 
 
-def check_support(config: Any) -> None:
-    """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
-    if config.settings.rollout_support is None or not config.use_vllm:
-        return
-    reason = None
-    if is_untested(INSTALLED):
-        reason = (
-            f"trl {INSTALLED} is newer than {NEWEST_TESTED}, and may compute log-probabilities over the kept tokens itself. "
-            f"Install {TESTED}, or leave truncated sampling to TRL"
-        )
-    elif config.vllm_mode != "colocate":
-        reason = (
-            f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
-        )
-    if reason:
-        raise ValueError(
-            f"`rollout_support` is {config.settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
-        )
-    if not truncation(config):
-        warn_idle(
-            "rollout_support", config.settings.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token"
-        )
-
-
-def check_engine(config: Any) -> None:
-    """Refuse arguments and options of sampling that vLLM does not take, and warn about doubtful ones."""
-    kwargs, colocated = config.settings.rollout_engine_kwargs, config.vllm_mode == "colocate"
-    if config.use_vllm and config.generation_kwargs:
-        tool("options of sampling")(config.generation_kwargs, colocated=colocated)
-    if config.use_vllm and kwargs and colocated:
-        check_engine_kwargs(kwargs)
-        tool("arguments of the engine")(kwargs)
+def check_sampler(config: Any) -> None:
+    """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
+    settings = config.settings
+    kwargs = settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None
+    if config.use_vllm and (
+        kwargs or config.generation_kwargs or settings.rollout_support or settings.rollout_routing
+    ):
+        check_engine_kwargs(kwargs or {})
+        tool("checks of the sampler")(config, kwargs or {}, truncates=bool(truncation(config)))
 
 
 def warn_about_engine_kwargs(config: Any) -> None:
@@ -362,10 +301,7 @@ def check_asynchronous(config: Any) -> None:
 _OF_SAMPLING = [
     check_shared_process,
     check_temperature,
-    check_generation_kwargs,
-    check_engine,
-    check_routing,
-    check_support,
+    check_sampler,
     warn_about_engine_kwargs,
     warn_about_distortion,
 ]
