@@ -22,6 +22,7 @@ from tests.training import (
     messages,
     micro_batches,
     saying,
+    watcher,
 )
 from tests.training import backward as backward_of
 from tests.training import build as build_trainer
@@ -429,8 +430,9 @@ def test_every_pass_takes_the_experts_of_the_sampler(make, fields):
 def test_the_second_look_takes_the_experts_of_the_sampler(make, normalizes):
     # normalised weights are computed before the loss runs
     trainer = make(rollout_diagnose=True, max_steps=1, rollout_is_batch_normalize=normalizes)
-    seen, corrected = [], trainer._observer.corrected
-    trainer._observer.corrected = lambda now, one: (seen.append(one), corrected(now, one))
+    diagnosis, seen = watcher(trainer, "rollout_diagnose"), []
+    corrected = diagnosis.corrected
+    diagnosis.corrected = lambda now, one: (corrected(now, one), seen.append(one))
     trainer.train()
     differences = [
         (one.train_logps - one.batch[AGAIN_LOGPS]).nan_to_num(0.0) for one in seen if AGAIN_LOGPS in one.batch
