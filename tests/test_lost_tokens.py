@@ -35,7 +35,7 @@ def undrawn(monkeypatch):
 
 def tables_of(folder):
     run = read_run(str(folder))
-    return find_lost(run.dump.sequences, run.config)
+    return find_lost(run.dump.sequences, run.settings)
 
 
 def tokens_of(rows):
