@@ -810,7 +810,10 @@ def test_mappings_are_in_effect_key_by_key():
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_path):
-    kwargs = {"model_init_kwargs": {"dtype": "float32", "token": "hf_secret"}, "generation_kwargs": {"detokenize": False}}
+    kwargs = {
+        "model_init_kwargs": {"dtype": "float32", "token": "hf_secret"},
+        "generation_kwargs": {"detokenize": False},
+    }
     kwargs |= {"use_vllm": True, "vllm_mode": "colocate"}
     kwargs["rollout_engine_kwargs"] = {"hf_token": "hf_secret", "dtype": "float32"}
     _, config_class = TRAINERS[kind]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import trl_rollout_corr
+from tests.launching import clean_environment
 
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
@@ -266,7 +267,7 @@ print([name for name in sys.modules if name.startswith("trl_rollout_corr.tools")
 
 def test_a_training_without_a_monitor_loads_no_tool(tiny_model_path, tmp_path):
     command = [sys.executable, "-c", TRAINED, tiny_model_path, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=clean_environment())
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.splitlines()[-1] == "[]"
 

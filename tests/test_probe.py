@@ -310,7 +310,9 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     assert short.rollout_engine_kwargs["kv_cache_dtype"] == "auto"
 
 
-@pytest.mark.filterwarnings("ignore:.rollout_engine_kwargs. changes")  # a setting of which nobody knows whether it matters
+@pytest.mark.filterwarnings(
+    "ignore:.rollout_engine_kwargs. changes"
+)  # a setting of which nobody knows whether it matters
 def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
     from trl_rollout_corr.tools.probe.process import read, shortened
 
