@@ -15,10 +15,10 @@ from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
 from trl_rollout_corr.tools.diagnosis.evidence import Evidence
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for
+from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import fill
 from trl_rollout_corr.tools.monitor.windows import Window
-from trl_rollout_corr.trainers.metadata import settings_in_effect
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}
@@ -130,7 +130,7 @@ def test_the_advice_of_every_alarm_can_be_followed(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_remedy_of_every_cause_can_be_followed(mode):
     config = of_mode(mode)
-    in_effect = settings_in_effect(config)
+    in_effect = settings_in_effect(config, config.settings)
     absent = set() if MODES[mode][0] == "AsyncGRPO" else {"adapter_missing"}
     absent |= set() if config.settings.rollout_is == "sequence" else {"whole_completions"}
     for name in {**CAUSES, **EFFECTS}:

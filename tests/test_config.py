@@ -25,8 +25,8 @@ from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, settings_of
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
+from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
 from trl_rollout_corr.tools.translation.setting_files import read_settings
-from trl_rollout_corr.trainers.metadata import settings_in_effect
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}
@@ -184,7 +184,7 @@ def test_settings_in_effect_come_back_from_a_dump_as_they_are(name, tmp_path):
     runs += [{"rollout_is": "geometric"}, {"rollout_correction": "trl", "rollout_nan_policy": "raise"}]
     for i, fields in enumerate(runs):
         config = config_class(**MACHINE, **fields)
-        write_rows(tmp_path / str(i), 1, 0, [row], settings_in_effect(config))
+        write_rows(tmp_path / str(i), 1, 0, [row], settings_in_effect(config, config.settings))
         assert read_run(str(tmp_path / str(i))).settings == config.settings, fields
         found[str(fields)] = config.settings
     assert len({*map(str, found.values())}) > len(PRESETS)

@@ -25,8 +25,8 @@ from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, STAGES, Stage
 from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
 from trl_rollout_corr.tools.dump import folder as dump
+from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
 from trl_rollout_corr.tools.report.facts import analyse
-from trl_rollout_corr.trainers.metadata import settings_in_effect
 
 
 with benchmarks("diagnose") as load_module:
@@ -817,7 +817,8 @@ def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_pat
     kwargs |= {"use_vllm": True, "vllm_mode": "colocate"}
     kwargs["rollout_engine_kwargs"] = {"hf_token": "hf_secret", "dtype": "float32"}
     _, config_class = TRAINERS[kind]
-    written = settings_in_effect(config_class(**config_fields(tmp_path, **kwargs)))
+    config = config_class(**config_fields(tmp_path, **kwargs))
+    written = settings_in_effect(config, config.settings)
     advised = {name for cause in CAUSES.values() for name in cause.settings}
     assert advised - written.keys() == ({"cast_lm_head_to_fp32"} if kind == "rloo" else set())
     assert written["model_init_kwargs"] == written["rollout_engine_kwargs"] == {"dtype": "float32"}

@@ -18,7 +18,8 @@ from trl_rollout_corr import (
 )
 from trl_rollout_corr.tools.engine_checks import DOUBTFUL, check_names, known_arguments
 from trl_rollout_corr.trainers.engine_arguments import RESERVED, check_engine_kwargs, engine_arguments
-from trl_rollout_corr.trainers.metadata import check_types, engine_metadata
+from trl_rollout_corr.trainers.metadata import engine_metadata
+from trl_rollout_corr.trainers.model_checks import check_types
 from trl_rollout_corr.trainers.trl_checks import check_shared_process
 
 
@@ -115,7 +116,7 @@ def test_no_quantization_leaves_what_trl_asks_for(tmp_path, monkeypatch):
         use_vllm=True,
         rollout_engine_kwargs={"quantization": None, "dtype": "half"},
     )
-    with engine_arguments(args):
+    with engine_arguments(args, args.settings):
         assert vllm_generation.LLM(quantization="bitsandbytes") == {"quantization": "bitsandbytes", "dtype": "half"}
 
 
@@ -181,11 +182,11 @@ def test_batch_invariance_warns_on_an_older_gpu(tmp_path, monkeypatch):
         monkeypatch.setattr(name, lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
     with pytest.warns(UserWarning, match="^Perhaps the first backward pass will fail.*never run"):
-        check_shared_process(config)
+        check_shared_process(config, config.settings)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_shared_process(config)
+        check_shared_process(config, config.settings)
 
 
 @pytest.mark.slow

@@ -19,11 +19,12 @@ ROOT = Path(__file__).parents[1]
 # The core decides the loss and its metrics. A module imports modules above it
 CORE = {
     "": ["messages", "door"],
-    "settings": ["criteria", "presets", "thresholds", "of_trl", "fields", "resolve", "config"],  # so far without torch
+    "settings": ["criteria", "presets", "thresholds", "fields", "resolve", "config"],  # so far without torch
     "correction": ["functional", "sums", "metrics", "groups", "age", "compute"],  # so far without numpy and TRL
     "trainers": [
         "keys",
         "metadata",
+        "model_checks",
         "observer",
         "watcher",
         "gradient_check",
@@ -46,8 +47,8 @@ CORE = {
 }
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
-    "tools": ["text", "recipes", "documents", "quantised_engine", "bounds", "engine_checks", "names"],
-    "tools.translation": ["verl", "counterparts", "setting_files"],
+    "tools": ["text", "recipes", "documents", "quantised_engine", "bounds", "engine_checks"],
+    "tools.translation": ["of_trl", "names", "verl", "counterparts", "setting_files"],
     "tools.monitor": [
         "bands",
         "stock",
@@ -60,7 +61,18 @@ TOOLS = {
         "examine",
         "callback",
     ],
-    "tools.dump": ["columns", "rows", "sequences", "folder", "sample", "claims", "states", "reading", "writing"],
+    "tools.dump": [
+        "in_effect",
+        "columns",
+        "rows",
+        "sequences",
+        "folder",
+        "sample",
+        "claims",
+        "states",
+        "reading",
+        "writing",
+    ],
     "tools.diagnosis": [
         "observed",
         "evidence",
@@ -114,6 +126,7 @@ TOOLS = {
 # A trainer of its own, and the commands
 OUTSIDE = {
     "asynchronous": [
+        "checks",
         "packing",
         "placeholders",
         "trl_parts",

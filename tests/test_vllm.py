@@ -23,7 +23,7 @@ from tests.training import (
     losses,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.settings.of_trl import from_trl
+from trl_rollout_corr.tools.translation.of_trl import from_trl
 from trl_rollout_corr.trainers.pushes import push_by_reload
 
 

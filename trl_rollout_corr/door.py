@@ -17,13 +17,14 @@ WATCHERS = {
 }
 OTHERS = {
     "checks of the sampler": "tools.engine_checks:check_sampler",
-    "names that are no fields": "tools.names:instead_of",
+    "names that are no fields": "tools.translation.names:instead_of",
     "bounds of the monitor": "tools.monitor.examine:parse_bounds",
     "checks of pushes": "tools.arrival.push_checks:PushChecks",
     "pushes of adapters": "tools.arrival.adapters:leaving_base_alone",
     "quantised engine": "tools.quantised_engine:build_quantised",
     "unlikely bounds": "tools.bounds:warn_about_bounds",
     "replays": "tools.replay.choices:replays_of",
+    "TRL's own correction": "tools.translation.of_trl:of_configuration",
 }
 
 

@@ -21,11 +21,13 @@ from ..settings.config import RolloutCorrectionConfig
 from ..tools.arrival.server import check_patterns, served_adapter
 from ..trainers.batches import TAGS, CorrectsBatches
 from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
-from ..trainers.metadata import check_types, engine_metadata
+from ..trainers.metadata import engine_metadata
+from ..trainers.model_checks import check_types
 from ..trainers.observer import CorrectedBatch
-from ..trainers.trl_checks import CHECKS, ReadByTrainer
+from ..trainers.trl_checks import ReadByTrainer
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from ..trainers.vllm_engine import check_server_logprobs, read_configuration
+from .checks import CHECKS
 from .packing import Terms
 from .placeholders import CorrectedPolicy, Placeholder
 from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
@@ -48,7 +50,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, As
         `ValueError`: also if the mean of batch normalisation would be over a single sequence.
     """
 
-    _checks_of_trainer = CHECKS["async_grpo"]
+    _checks_of_trainer = CHECKS
 
     def _of_trl(self) -> dict[str, Any]:
         # TRL clips around the sampler, without a further bound

@@ -11,7 +11,6 @@ from ..door import tool
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
-from .of_trl import TRL_KEYS, from_trl
 from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
 
@@ -117,7 +116,7 @@ class RolloutCorrectionConfig:
     rollout_dump_worst: int = 8
     rollout_dump_max_gb: float = 1.0
 
-    _checks_of_trainer: ClassVar[Sequence[Callable[[Any], None]]] = ()  # which need TRL's fields
+    _checks_of_trainer: ClassVar[Sequence[Callable[[Any, Settings], None]]] = ()  # which need TRL's fields
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Python's own error for an unknown argument does not suggest a name
@@ -145,11 +144,12 @@ class RolloutCorrectionConfig:
     @property
     def settings(self) -> Settings:
         """Settings in effect, from the present values of the fields. A `ValueError` if a value is refused."""
-        return resolve(self._parsed, self._of_trl())
+        return resolve(self._parsed, self._of_trl)
 
     def _of_trl(self) -> dict[str, Any]:
         """TRL's own correction as fields, for `rollout_correction: trl`."""
-        return from_trl({name: getattr(self, name) for name in TRL_KEYS if hasattr(self, name)})
+        fields: dict[str, Any] = tool("TRL's own correction")(self)
+        return fields
 
     @property
     def given(self) -> frozenset[str]:
@@ -161,16 +161,21 @@ class RolloutCorrectionConfig:
         """One sentence about the settings in effect."""
         return in_words(self.settings)
 
-    def check(self) -> None:
+    def check(self) -> Settings:
         """
-        Check all fields, also those that were assigned since. A trainer does so when it is built, and reads the settings then.
+        Check all fields, also those that were assigned since. A trainer does so when it is built.
+
+        Returns:
+            [`~trl_rollout_corr.settings.resolve.Settings`]: the settings in effect.
 
         Raises:
             `ValueError`: if a value is refused, or if two settings exclude each other.
         """
-        _refuse_conflicts(self.settings, self.given)
+        settings = self.settings
+        _refuse_conflicts(settings, self.given)
         for check in self._checks_of_trainer:
-            check(self)
+            check(self, settings)
+        return settings
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}

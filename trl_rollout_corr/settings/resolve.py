@@ -1,7 +1,7 @@
 """Settings in effect: the fields of a configuration, with a value for each field that its preset decides. No torch here."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -130,16 +130,16 @@ class Settings:
         return self.normalizes or (bool(self.criteria) and self.rollout_rs_renormalize)
 
 
-def resolve(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) -> Settings:
+def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
-    Settings of parsed fields: one with its value of [`UNSET`] gets that of the preset, or for `"trl"` of `of_trl`. The preset
-    `"default"` is `auto`, but without a preset if weights or rejection are given.
+    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset; for `"trl"`, `of_trl()` has
+    it. The preset `"default"` is `auto`, but without a preset if weights or rejection are given.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]
     if preset == "default":
         preset = DEFAULT if own.keys().isdisjoint({"rollout_is", "rollout_rs"}) else None
-    of_preset = {**settings_of(preset), **(of_trl if preset == "trl" else {})}
+    of_preset = {**settings_of(preset), **(of_trl() if preset == "trl" else {})}
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
     values: dict[str, Any] = {**fields, **of_preset, **own, "rollout_correction": preset}

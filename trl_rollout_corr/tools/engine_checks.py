@@ -7,6 +7,7 @@ from typing import Any
 from trl.generation import vllm_generation
 
 from ..messages import nearest, warn, warn_idle
+from ..settings.resolve import Settings
 from ..trainers.versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
@@ -110,13 +111,13 @@ def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def check_sampler(config: Any, kwargs: Mapping[str, Any], *, truncates: bool) -> None:
+def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *, truncates: bool) -> None:
     """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
     check_generation_kwargs(config)
     check_sampling(config.generation_kwargs or {}, colocated=config.vllm_mode == "colocate")
     check_names(kwargs)
-    check_routing(config)
-    check_support(config, truncates)
+    check_routing(config, settings)
+    check_support(config, settings, truncates=truncates)
     warn_about_engine(kwargs)
 
 
@@ -160,9 +161,9 @@ def check_generation_kwargs(config: Any) -> None:
             )
 
 
-def check_routing(config: Any) -> None:
+def check_routing(config: Any, settings: Settings) -> None:
     """Refuse samplers whose routes do not reach the trainer."""
-    if config.settings.rollout_routing is None or not config.use_vllm:
+    if settings.rollout_routing is None or not config.use_vllm:
         return
     reason = None
     if config.vllm_mode != "colocate":
@@ -177,9 +178,9 @@ def check_routing(config: Any) -> None:
         raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
 
 
-def check_support(config: Any, truncates: bool) -> None:
+def check_support(config: Any, settings: Settings, *, truncates: bool) -> None:
     """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
-    if config.settings.rollout_support is None or not config.use_vllm:
+    if settings.rollout_support is None or not config.use_vllm:
         return
     reason = None
     if is_untested(INSTALLED):
@@ -193,9 +194,7 @@ def check_support(config: Any, truncates: bool) -> None:
         )
     if reason:
         raise ValueError(
-            f"`rollout_support` is {config.settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+            f"`rollout_support` is {settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
         )
     if not truncates:
-        warn_idle(
-            "rollout_support", config.settings.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token"
-        )
+        warn_idle("rollout_support", settings.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token")

@@ -22,7 +22,8 @@ from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import FIELDS
 from ..settings.resolve import Settings
 from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
-from .metadata import check_dropout, check_types, engine_metadata, trainer_metadata
+from .metadata import engine_metadata, trainer_metadata
+from .model_checks import check_dropout, check_types
 from .observer import CorrectedBatch, Moment, Observer
 from .trl_interface import check_config_class
 from .watcher import Watcher, watchers_among
@@ -68,8 +69,7 @@ class CorrectsBatches(_Host):
             check_config_class(args, self._config_class)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
-            args.check()
-        self._settings: Settings = args.settings
+            self._settings: Settings = args.check()
         args._is_read = True
         for field in self._watched_fields:
             tool(field).check(self._settings)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 from trl.generation import vllm_generation
 
 from ..door import tool
+from ..settings.resolve import Settings
 
 
 # Arguments that TRL or rollout correction sets, with the way to change them
@@ -43,9 +44,9 @@ def check_engine_kwargs(kwargs: Mapping[str, object]) -> None:
             )
 
 
-def engine_arguments(args: Any) -> AbstractContextManager:
+def engine_arguments(args: Any, settings: Settings) -> AbstractContextManager:
     """Context in which TRL builds its engine with `rollout_engine_kwargs`."""
-    kwargs = args.settings.rollout_engine_kwargs
+    kwargs = settings.rollout_engine_kwargs
     if not kwargs or not args.use_vllm or args.vllm_mode != "colocate":
         return nullcontext()
     check_engine_kwargs(kwargs)

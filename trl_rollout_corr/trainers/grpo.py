@@ -14,7 +14,7 @@ from .completions import checking, read_logprobs
 from .forward_pass import Generation
 from .keys import OLD_LOGPS
 from .mixin import RolloutCorrectionMixin
-from .trl_checks import CHECKS, ReadByTrainer, check_loss_type
+from .trl_checks import CHECKS_OF_GRPO, ReadByTrainer, check_loss_type
 from .trl_interface import with_parameters_of
 
 
@@ -32,7 +32,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
             normalisation would be over a single sequence.
     """
 
-    _checks_of_trainer = CHECKS["grpo"]
+    _checks_of_trainer = CHECKS_OF_GRPO
 
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)

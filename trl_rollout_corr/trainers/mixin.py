@@ -90,7 +90,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         args = self._read_settings(model, args)
-        with engine_arguments(args), without_trl_correction(args):
+        with engine_arguments(args, self._settings), without_trl_correction(args, self._settings):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._first_visits = 0  # of micro-batches of the generation
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0

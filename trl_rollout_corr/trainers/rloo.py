@@ -14,7 +14,7 @@ from .batches import TAGS
 from .forward_pass import Generation, OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .observer import CorrectedBatch
-from .trl_checks import CHECKS, ReadByTrainer
+from .trl_checks import CHECKS_OF_RLOO, ReadByTrainer
 from .trl_interface import with_parameters_of
 
 
@@ -26,7 +26,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, ReadByTrainer, RLOOCon
     It has all parameters of [`~trl.RLOOConfig`] and of [`RolloutCorrectionConfig`].
     """
 
-    _checks_of_trainer = CHECKS["rloo"]
+    _checks_of_trainer = CHECKS_OF_RLOO
 
     def _of_trl(self) -> dict[str, Any]:
         return {}  # TRL has no correction for RLOO

@@ -1,8 +1,8 @@
 """
 Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the correction alone.
 
-Each check is a function of a configuration. It raises a `ValueError` about settings that exclude each other, or warns about
-settings that are probably a mistake. [`CHECKS`] lists all of them by trainer.
+Each check is a function of a configuration, for TRL's fields, and of its `Settings`, which were resolved once. It raises a
+`ValueError` about settings that exclude each other, or warns about settings that are probably a mistake.
 """
 
 import math
@@ -15,6 +15,7 @@ import torch
 from ..door import tool
 from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
+from ..settings.resolve import Settings
 from .engine_arguments import check_engine_kwargs
 
 
@@ -60,14 +61,18 @@ class ReadByTrainer:
 # The loss -------------------------------------------------------------------------------------------------------------
 
 
-def check_loss_type(config: Any) -> None:
-    """Refuse values of `rollout_loss_type`, and a loss with importance weights of its own."""
+def check_loss_type(config: Any, _: Settings | None = None) -> None:
+    """Refuse values of `rollout_loss_type`."""
     if config.loss_type in LOSS_TYPES:
         raise ValueError(
             f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
             "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         )
-    if config.settings.changes_loss and config.loss_type == "vespo":
+
+
+def check_weights_of_loss(config: Any, settings: Settings) -> None:
+    """Refuse a loss with importance weights of its own."""
+    if settings.changes_loss and config.loss_type == "vespo":
         raise ValueError(
             "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
             "applied to it. Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
@@ -75,9 +80,9 @@ def check_loss_type(config: Any) -> None:
         )
 
 
-def check_reinforce(config: Any) -> None:
+def check_reinforce(config: Any, settings: Settings) -> None:
     """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
-    if not config.settings.changes_loss or config.settings.mode != "reinforce":
+    if not settings.changes_loss or settings.mode != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
@@ -94,11 +99,10 @@ def check_reinforce(config: Any) -> None:
         )
 
 
-def warn_about_sequence_level(config: Any) -> None:
+def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
-    if not config.settings.changes_loss or config.importance_sampling_level != "sequence":
+    if not settings.changes_loss or config.importance_sampling_level != "sequence":
         return
-    settings = config.settings
     acting = [f"`{name}`" for name in settings.rollout_rs or [] if name.startswith(("token_", "turn_"))]
     if settings.rollout_is in ("token", "turn") and settings.applies_weights:
         acting.append(f"`rollout_is={settings.rollout_is!r}`")
@@ -110,9 +114,8 @@ def warn_about_sequence_level(config: Any) -> None:
         )
 
 
-def warn_about_clip_ratio(config: Any) -> None:
+def warn_about_clip_ratio(config: Any, settings: Settings) -> None:
     """Warn if TRL's loss does not bound the ratio to the sampler by `rollout_clip_ratio_c`."""
-    settings = config.settings
     if not (settings.changes_loss and settings.clips_around_sampler) or settings.rollout_clip_ratio_c in (None, 3.0):
         return
     if config.loss_type in ("cispo", "sapo"):
@@ -124,9 +127,8 @@ def warn_about_clip_ratio(config: Any) -> None:
     warn_idle("rollout_clip_ratio_c", settings.rollout_clip_ratio_c, reason)
 
 
-def warn_about_iterations(config: Any) -> None:
+def warn_about_iterations(config: Any, settings: Settings) -> None:
     """Warn about several visits of completions by a loss without a bound on the step."""
-    settings = config.settings
     if not settings.changes_loss or settings.mode != "reinforce" or config.num_iterations == 1:
         return
     if not any(criterion.directed for criterion in settings.criteria):  # a trust region
@@ -140,31 +142,30 @@ def warn_about_iterations(config: Any) -> None:
 # Batch normalisation --------------------------------------------------------------------------------------------------
 
 
-def check_batch_normalization(config: Any) -> None:
+def check_batch_normalization(config: Any, settings: Settings) -> None:
     """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1; of one turn, warn."""
-    if not config.settings.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
+    if not settings.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
         return
     message = (
         "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, which "
         "is one sequence: its weight would always be 1{of_turns}. Set `per_device_train_batch_size` to 2 or more (and divide "
         "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation batch."
     )
-    if _normalizes_over(config, "sequence", "geometric"):
+    if normalizes_over(settings, "sequence", "geometric"):
         raise ValueError(message.format(of_turns=""))
-    if _normalizes_over(config, "turn"):
+    if normalizes_over(settings, "turn"):
         warn(message.format(of_turns=" if it has one turn"))
 
 
-def _normalizes_over(config: Any, *levels: str) -> bool:
+def normalizes_over(settings: Settings, *levels: str) -> bool:
     """True if weights of one of the levels are divided by their mean."""
-    settings = config.settings
     return bool(settings.changes_loss and settings.normalizes and settings.rollout_is in levels)
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-def check_temperature(config: Any) -> None:
+def check_temperature(config: Any, _: Settings) -> None:
     """Refuse temperatures at which vLLM does not sample from the distribution that the trainer scores."""
     if getattr(config, "use_vllm", True) and not _LOWEST_TEMPERATURE <= config.temperature < math.inf:
         raise ValueError(
@@ -173,7 +174,7 @@ def check_temperature(config: Any) -> None:
         )
 
 
-def check_shared_process(config: Any) -> None:
+def check_shared_process(config: Any, _: Settings) -> None:
     """Refuse what breaks the trainer in the process that it shares with vLLM. If that is not certain, warn."""
     if not config.use_vllm or config.vllm_mode != "colocate":
         return
@@ -200,18 +201,18 @@ def check_shared_process(config: Any) -> None:
         )
 
 
-def check_sampler(config: Any) -> None:
+def check_sampler(config: Any, settings: Settings) -> None:
     """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
-    settings = config.settings
-    kwargs = settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None
-    if config.use_vllm and (
-        kwargs or config.generation_kwargs or settings.rollout_support or settings.rollout_routing
-    ):
-        check_engine_kwargs(kwargs or {})
-        tool("checks of the sampler")(config, kwargs or {}, truncates=bool(truncation(config)))
+    if not config.use_vllm:
+        return
+    kwargs = (settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None) or {}
+    replays = settings.rollout_support or settings.rollout_routing
+    if kwargs or config.generation_kwargs or replays:
+        check_engine_kwargs(kwargs)
+        tool("checks of the sampler")(config, settings, kwargs, truncates=bool(truncation(config)))
 
 
-def warn_about_engine_kwargs(config: Any) -> None:
+def warn_about_engine_kwargs(config: Any, settings: Settings) -> None:
     """Warn about arguments of an engine that TRL does not build."""
     if not getattr(config, "use_vllm", True):
         reason = "`use_vllm` is False"
@@ -219,16 +220,16 @@ def warn_about_engine_kwargs(config: Any) -> None:
         reason = "a server has the arguments that it was started with, so give them to `vllm serve`"
     else:
         return
-    if config.settings.rollout_engine_kwargs:
-        warn_idle("rollout_engine_kwargs", config.settings.rollout_engine_kwargs, reason)
+    if settings.rollout_engine_kwargs:
+        warn_idle("rollout_engine_kwargs", settings.rollout_engine_kwargs, reason)
 
 
-def warn_about_distortion(config: Any) -> None:
+def warn_about_distortion(config: Any, settings: Settings) -> None:
     """Warn about options of vLLM that change the distribution of the sampler but not the distribution of the trainer."""
     if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
         return
     changed = distorting_options(config)
-    if config.settings.rollout_support is not None:
+    if settings.rollout_support is not None:
         changed = {name: value for name, value in changed.items() if name not in TRUNCATION}
     if not changed:
         return
@@ -262,59 +263,23 @@ def neutral(name: str) -> float:
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-# Asynchronous training ------------------------------------------------------------------------------------------------
-
-
-def check_asynchronous(config: Any) -> None:
-    """Refuse settings that an asynchronous run cannot follow."""
-    settings = config.settings
-    for name, least in (("max_staleness", 0), ("weight_sync_steps", 1)):
-        if getattr(config, name, least) < least:
-            raise ValueError(f"`{name}` is {getattr(config, name)}, and must be {least} or more.")
-    if settings.rollout_rs_exclude_from_baseline:
-        raise ValueError(
-            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes rewards and "
-            "baselines before the trainer gets a sample, when rejections are not known yet. Set it to False."
-        )
-    if settings.rollout_support is not None:
-        raise ValueError(
-            f"`rollout_support` is {settings.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
-            "server. Set it to None."
-        )
-    if settings.rollout_routing is not None:
-        raise ValueError(
-            "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
-            "Set it to None."
-        )
-    budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
-    packs = budget is None or budget > 0  # rows hold as many completions as there is room for
-    fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
-    if _normalizes_over(config, "sequence", "geometric") and fewest == 1:
-        raise ValueError(
-            "`rollout_is_batch_normalize` is True, and in an asynchronous run the mean is over the micro-batch of all ranks, "
-            f"which {'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1. Set "
-            "`token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or `rollout_is_batch_normalize` to False."
-        )
-
-
 # In the order in which a user learns of them: what is refused comes first
-_OF_SAMPLING = [
+Check = Callable[[Any, Settings], None]
+_OF_SAMPLING: list[Check] = [
     check_shared_process,
     check_temperature,
     check_sampler,
     warn_about_engine_kwargs,
     warn_about_distortion,
 ]
-CHECKS: dict[str, list[Callable[[Any], None]]] = {
-    "grpo": [
-        check_loss_type,
-        check_reinforce,
-        check_batch_normalization,
-        *_OF_SAMPLING,
-        warn_about_sequence_level,
-        warn_about_clip_ratio,
-        warn_about_iterations,
-    ],
-    "rloo": [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations],
-    "async_grpo": [check_asynchronous, check_temperature, warn_about_engine_kwargs, warn_about_distortion],
-}
+CHECKS_OF_GRPO: list[Check] = [
+    check_loss_type,
+    check_weights_of_loss,
+    check_reinforce,
+    check_batch_normalization,
+    *_OF_SAMPLING,
+    warn_about_sequence_level,
+    warn_about_clip_ratio,
+    warn_about_iterations,
+]
+CHECKS_OF_RLOO: list[Check] = [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations]

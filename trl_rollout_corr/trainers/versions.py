@@ -11,6 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from ..messages import warn
+from ..settings.resolve import Settings
 
 
 # Minor releases of TRL that were run, each with the newest vLLM for CPUs that TRL allows. The Makefile and the tests of
@@ -59,12 +60,12 @@ _SWITCH = f"{_OF_TRL}correction"
 
 
 @contextmanager
-def without_trl_correction(config: Any) -> Iterator[None]:
+def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
     """
     Switch TRL's own correction off while a trainer of TRL reads its configuration, unless `rollout_correction` is `"trl"`.
     Warns about fields of it that the user has set.
     """
-    if config.settings.by_trl:
+    if settings.by_trl:
         yield
         return
     fields = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
@@ -72,7 +73,7 @@ def without_trl_correction(config: Any) -> Iterator[None]:
     chosen = {_SWITCH} if "rollout_correction" in config.given else set()
     if set_by_user := {name: x for name, x in before.items() if x != fields[name] and name not in chosen}:
         named = ", ".join(f"`{name}={value!r}`" for name, value in set_by_user.items())
-        kept = f"`rollout_correction` is {config.settings.rollout_correction!r}"
+        kept = f"`rollout_correction` is {settings.rollout_correction!r}"
         warn(
             f"{named} has no effect: {kept}, which replaces TRL's own correction. To keep TRL's with these fields, set "
             "`rollout_correction: trl`; to train without any correction, set it to disabled.",

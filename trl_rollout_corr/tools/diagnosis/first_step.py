@@ -8,10 +8,11 @@ from tqdm.auto import tqdm
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings
 from ...trainers.keys import AGAIN_LOGPS
-from ...trainers.metadata import settings_in_effect
 from ...trainers.observer import CorrectedBatch, Moment
 from ...trainers.watcher import Watcher
+from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host
 from ..dump.sequences import Sequences
 from ..dump.writing import columns_of
@@ -33,11 +34,12 @@ class FirstStepDiagnosis(Watcher):
     def __init__(
         self,
         args: RolloutCorrectionConfig,
+        settings: Settings,
         about: dict[str, str],
         score_alone: Callable[[dict[str, Any]], torch.Tensor] | None = None,
     ) -> None:
         self._score_alone = score_alone
-        self.args, self.about = args, about
+        self.args, self.settings, self.about = args, settings, about
         self.rows: list[dict[str, Any]] = []
         self.looked = False  # True once sequences were scored a second time
         self.done = False
@@ -49,7 +51,7 @@ class FirstStepDiagnosis(Watcher):
         # be on some.
         images = hasattr(trainer.processing_class, "image_processor")
         score_alone = None if images else getattr(trainer, "_score_alone", None)
-        return cls(trainer.args, trainer._about, score_alone)
+        return cls(trainer.args, trainer._settings, trainer._about, score_alone)
 
     def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
         if now.mode != "train":
@@ -84,7 +86,8 @@ class FirstStepDiagnosis(Watcher):
         self.done = True
         if state.is_world_process_zero:
             try:
-                observed = DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.args), self.about)
+                written = settings_in_effect(self.args, self.settings)
+                observed = DumpedTokens(Sequences.from_rows(rows), written, self.about)
                 self.diagnosis = diagnose(observed)
                 text = write_text(self.diagnosis)
             except Exception as error:  # an error of the diagnosis must not end the run

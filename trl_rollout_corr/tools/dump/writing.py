@@ -16,11 +16,11 @@ from ...messages import notify, warn_idle
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 from ...trainers.keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
-from ...trainers.metadata import settings_in_effect
 from ...trainers.observer import CorrectedBatch, Moment
 from ...trainers.watcher import Watcher
 from .claims import check_folder, claim
 from .folder import append_log, remove_oldest, rewind, write_rows
+from .in_effect import settings_in_effect
 from .rows import make_row, on_host
 
 
@@ -59,13 +59,14 @@ class SequenceDump(Watcher):
     def __init__(
         self,
         args: RolloutCorrectionConfig,
+        settings: Settings,
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
         about: dict[str, str] | None = None,
     ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.settings = args.settings
+        self.settings = settings
         self.seed = seed
         self.about = {} if about is None else about  # shared: a server tells its types later
         self.folder = Path(self.settings.rollout_dump_dir or "")  # until training begins
@@ -84,14 +85,14 @@ class SequenceDump(Watcher):
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        args, settings = trainer.args, trainer.args.settings
+        settings: Settings = trainer._settings
         if settings.rollout_dump_sampled == settings.rollout_dump_worst == 0:
             reason = (
                 "`rollout_dump_sampled` and `rollout_dump_worst` are 0, so the folder gets the log and no sequence"
             )
             warn_idle("rollout_dump_dir", settings.rollout_dump_dir, reason)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        return cls(args, trainer.accelerator, tokenizer, args.seed, trainer._about)
+        return cls(trainer.args, settings, trainer.accelerator, tokenizer, trainer.args.seed, trainer._about)
 
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
         self.checkpoint = checkpoint
@@ -206,8 +207,8 @@ class SequenceDump(Watcher):
             self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
 
     def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        settings = settings_in_effect(self.args)
-        path = write_rows(self.folder, step, self.accelerator.process_index, rows, settings, self.about)
+        written = settings_in_effect(self.args, self.settings)
+        path = write_rows(self.folder, step, self.accelerator.process_index, rows, written, self.about)
         self.unchecked += path.stat().st_size
         limit = self.settings.rollout_dump_max_gb * 1e9
         # looking at every file at every step would take seconds on a network disk

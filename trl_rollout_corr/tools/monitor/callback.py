@@ -14,6 +14,7 @@ from transformers.trainer_callback import CallbackHandler
 from ...messages import PREFIX, notify, warn_idle
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.fields import MONITOR_ACTIONS, MonitorAction
+from ...settings.resolve import Settings
 from ...trainers.observer import Observer
 from ...trainers.watcher import Watcher
 from .examine import Examiner, parse_bounds
@@ -73,7 +74,8 @@ class RolloutCorrectionMonitor(Watcher):
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        settings = trainer.args.settings
+        settings: Settings = trainer._settings
+        assert settings.rollout_monitor is not None  # the field that asks for it
         monitor = cls(settings.rollout_monitor, settings.rollout_monitor_bounds)
         monitor.of_configuration = True
         return monitor
@@ -82,12 +84,13 @@ class RolloutCorrectionMonitor(Watcher):
         monitor = keep_one_monitor(trainer.callback_handler)
         if monitor is not self:
             return
+        self._examiner.settings = trainer._settings
         self.observer = trainer._observer if everywhere else None
         if not self.of_configuration and not self.warned:
             self.warned = True
-            self._warn_about_fields(trainer.args.settings)
+            self._warn_about_fields(trainer._settings)
 
-    def _warn_about_fields(self, settings: Any) -> None:
+    def _warn_about_fields(self, settings: Settings) -> None:
         """Warn about fields of the configuration that a monitor of the user does not follow."""
         reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
         if settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
@@ -108,7 +111,6 @@ class RolloutCorrectionMonitor(Watcher):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._restart()
-        self._examiner.settings = args.settings
         self._examiner.num_iterations = getattr(args, "num_iterations", 1)
         self._examiner.restart(state.log_history, state.global_step)  # of a run that is resumed
 

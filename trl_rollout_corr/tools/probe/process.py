@@ -7,7 +7,7 @@ and perhaps `tokens` (a file of another process, whose trainer need not score ag
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import cycle, islice
 from pathlib import Path
@@ -23,11 +23,12 @@ from trl.trainer.utils import split_tensor_dict
 from ...trainers.forward_pass import evaluating
 from ...trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ...trainers.keys import ROLLOUT_LOGPS
-from ...trainers.metadata import dropout_of, settings_in_effect
+from ...trainers.model_checks import dropout_of
 from ...trainers.reloading import reload
 from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from ...trainers.trl_checks import check_shared_process, distorting_options
+from ...trainers.trl_checks import Check, check_shared_process, distorting_options
 from ..diagnosis import DumpedTokens
+from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host
 from ..dump.sequences import Sequences
 from .parts import Costs, Facts, Scored, Side
@@ -89,7 +90,7 @@ def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig
     return trainer_class, args, model_args
 
 
-def without_checks(config_class: type[Config], *left_out: Callable[[Any], None]) -> type[Config]:
+def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]:
     """
     A class of configurations that are checked less than those of runs: a process that only samples may have settings that
     break the forward pass of a trainer.
@@ -189,7 +190,7 @@ class Probe:
                 **{"train_logps": ours, "rollout_logps": batch[ROLLOUT_LOGPS].float(), "again_logps": alone},
             }
             rows += [make_row(sequence, step=1) for sequence in on_host(columns)]
-        return DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.run), self.about)
+        return DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.run, self.run.settings), self.about)
 
 
 def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from ...messages import warn
-from ...settings.of_trl import read_value
 from ...settings.thresholds import parse_number, parse_truth
+from .of_trl import read_value
 
 
 TRAINERS = {"grpo": "RolloutCorrectedGRPOTrainer", "rloo": "RolloutCorrectedRLOOTrainer"}

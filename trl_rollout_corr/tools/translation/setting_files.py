@@ -14,11 +14,11 @@ import yaml
 from ...messages import SelfContainedError, SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.fields import FIELDS
-from ...settings.of_trl import from_trl
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ..text import yaml_lines
 from .counterparts import TRAINERS, comment, counterpart, to_trl
+from .of_trl import from_trl
 from .verl import NOT_SET, from_verl, split_verl
 
 

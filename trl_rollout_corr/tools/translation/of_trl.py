@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..messages import SettingError, nearest
-from .thresholds import none_if_null, parse_number, parse_truth, parse_weight_threshold
+from ...messages import SettingError, nearest
+from ...settings.thresholds import none_if_null, parse_number, parse_truth, parse_weight_threshold
 
 
 _TRL = "vllm_importance_sampling_"
@@ -76,6 +76,11 @@ def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     threshold = parse_weight_threshold(upper if lower is None and bounding == "truncate" else [lower or 0.0, upper])
     fields = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_nan_policy": "neutralize"}
     return {**fields, "rollout_is_clamp": True} if bounding == "truncate" and lower is not None else fields
+
+
+def of_configuration(config: object) -> dict[str, Any]:
+    """Fields for the `vllm_importance_sampling_*` settings that a configuration has."""
+    return from_trl({name: getattr(config, name) for name in TRL_KEYS if hasattr(config, name)})
 
 
 def given_to_trl(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
-from ..messages import nearest
-from ..settings.of_trl import TRL_KEYS
+from ...messages import nearest
+from .of_trl import TRL_KEYS
 
 
 _RATIO_CAP = "Write `rollout_is: token`, and the number as `rollout_is_threshold`."

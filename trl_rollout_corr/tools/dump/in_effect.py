@@ -1,0 +1,45 @@
+"""Settings in effect, as a dump keeps them. [`Settings.read`] reads them back."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ...messages import plain
+from ...settings.resolve import Settings
+from ..translation.of_trl import TRL_KEYS
+
+
+# Fields of TRL that a diagnosis advises to set, or that rules and `compare` read. Of mappings, only these keys: others may be
+# secret, such as a Hub token
+_OF_TRL: dict[str, tuple[str, ...]] = {
+    "cast_lm_head_to_fp32": (),
+    "disable_dropout": (),
+    "epsilon": (),
+    "epsilon_high": (),
+    "generation_kwargs": ("frequency_penalty", "presence_penalty"),
+    "learning_rate": (),
+    "mask_truncated_completions": (),
+    "min_p": (),
+    "model_init_kwargs": ("dtype",),
+    "num_iterations": (),
+    "per_device_train_batch_size": (),
+    "repetition_penalty": (),
+    "temperature": (),
+    "top_k": (),
+    "top_p": (),
+    "use_vllm": (),
+    "vllm_mode": (),
+    **dict.fromkeys(TRL_KEYS, ()),
+}
+
+
+def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
+    """Settings in effect, the names of those `given`, and some fields of TRL, in types of JSON."""
+    written = {**asdict(settings), "given": sorted(args.given)}
+    for name, keys in _OF_TRL.items():
+        if hasattr(args, name):
+            value = getattr(args, name)
+            written[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
+    engine = settings.rollout_engine_kwargs or {}  # vLLM's only secret is the token of the hub
+    written["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
+    return {name: plain(value) for name, value in written.items()}
