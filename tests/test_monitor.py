@@ -301,6 +301,7 @@ def observe(caplog):
             {"loss": 0.0, **window, "step": step} for step, window in zip(steps, before, strict=False)
         ]
         state.global_step = spacing * len(before)
+        monitor._examiner.settings = args.settings  # as a trainer does when training begins
         monitor.on_train_begin(args, state, control)
         caplog.clear()
         for step, window in enumerate(windows, state.global_step + 1):
