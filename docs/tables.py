@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -34,20 +35,20 @@ IN_SHORT = {
     "corrects": "the run corrects for it",
     "uncorrected": "Not every run is harmed by a gap of up to 0.1. Otherwise training is biased, and the gap tends to grow.",
     "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",
-    "gave": "16 bits gave 0.002",
+    "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
     "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
-    "close": "Find out [where it comes from](#k3_kl-grows).",
+    "close": "Find out [where the gap comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
     "preset": "auto",
-    "fell": "Otherwise the weights fall with length, even if nothing is wrong: a completion has one weight, the "
-    "product of the ratios of its tokens.",
+    "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
+    "product of its tokens' ratios.",
     "grown": "",
     "length": " of ... tokens on average",
-    "token_level": "If each completion or turn has one weight, set `rollout_is` to token, or with `rollout_correction: trl` "
-    "`vllm_importance_sampling_mode` to token_truncate.",
+    "token_level": "If each completion or turn gets a single weight, set `rollout_is` to token, or with "
+    "`rollout_correction: trl` `vllm_importance_sampling_mode` to token_truncate.",
     "dropped": "If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`.",
-    "lower_cap": "Otherwise lower the bound of the weights if it is above 1; a higher bound never helps.",
+    "lower_cap": "Otherwise lower the cap on the weights if it is above 1; a higher cap never helps.",
     "bounds": "widen `rollout_rs_threshold` or `rollout_is_threshold`",
     "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
     "`env_mask` of your `rollout_func`.",
@@ -68,6 +69,13 @@ def sections(inside: str, text: Mapping[str, str]) -> str:
     """Sections by name, with their first paragraph."""
     kept = dict(re.findall(r"^### `(\w+)`\n\n.*?\n\n(.*?)(?=^### |\Z)", inside, re.MULTILINE | re.DOTALL))
     return "\n\n".join(f"### `{name}`\n\n{first}\n\n{kept.get(name, '')}".rstrip() for name, first in text.items())
+
+
+def wrapped(text: str, before: str = "") -> str:
+    """A paragraph in lines of at most 120 columns, each with `before` in front; code and links are not broken."""
+    whole = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(whole, 120 - len(before), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"{before}{line}" for line in lines).replace("\0", " ")
 
 
 class Unknown:
@@ -116,10 +124,13 @@ def alarm_record(inside: str) -> str:
     lines = [[f"[`{name}`](#{name})", *(str(row[key]) for key in columns.values())] for name, row in raised.items()]
     never = ", ".join(f"`{name}`" for name in rows if name not in raised)
     some = results["any"]
-    healthy = f"Of the {runs['corrected']['healthy']} healthy corrected runs, {some['alarm']} raise some alarm, and "
-    healthy += f"{some['ends']} one that can end a run. With `rollout_monitor: stop`, {some['stopped_collapses']} of "
+    healthy = f"Of the {runs['corrected']['healthy']} healthy corrected runs, {some['alarm']} raise an alarm, and "
+    healthy += (
+        f"{some['ends']} raise one that can end a run. With `rollout_monitor: stop`, {some['stopped_collapses']} of "
+    )
     healthy += f"{some['collapses']} collapses and {some['stopped_others']} other runs would have been ended."
-    return f"{grid(['alarm', *columns], lines)}\n\nIn none of these runs: {never}. {healthy}"
+    below = wrapped(f"In none of these runs: {never}. {healthy}")
+    return f"{grid(['alarm', *columns], lines)}\n\n{below}"
 
 
 def gaps_by_age(inside: str) -> str:
@@ -142,12 +153,12 @@ def alarm_sections(inside: str) -> str:
     text = {}
     for bound in BOUNDS.values():
         first = next(other for other in BOUNDS.values() if (other.why, other.advice) == (bound.why, bound.advice))
-        again = f"For the rest see [`{first.name}`](#{first.name})."
+        again = f"The rest is the same as for [`{first.name}`](#{first.name})."
         rest = f"{bound.why} {bound.advice}" if bound is first else again
         numbers = {"value": Unknown(), "limit": bound.limit, "side": "below" if bound.below else "above"}
         quiet = ", ".join(f"`{other}`" for other in BOUNDS if other in SILENCED[bound.name])
         message = " ".join(f"{bound.seen} {rest}".format(**numbers, **IN_SHORT).split())
-        text[bound.name] = f"> {message}{f' Silent beside it: {quiet}.' if quiet else ''}"
+        text[bound.name] = wrapped(f"{message}{f' Silences {quiet}.' if quiet else ''}", "> ")
     return sections(inside, text)
 
 
@@ -156,7 +167,7 @@ def cause_sections(inside: str) -> str:
     for name, it in {**EFFECTS, **CAUSES}.items():
         more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
         remedy = it.remedy.replace(HIDES, "Do not correct for it.")
-        text[name] = f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}"
+        text[name] = wrapped(f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}")
     return sections(inside, text)
 
 

@@ -490,7 +490,7 @@ def test_half_of_the_completions_from_old_weights_are_not_all_of_them(benchmark,
     folder = maker.output / "some_frozen" / str(SEED)
     assert main(["diagnose", str(folder)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("Found: some completions, while others of the same steps have no gap.")
+    assert said.startswith("Found: some completions, while others of the same steps show no gap.")
     assert "All of the gap is in 28 of 64 completions." in said  # those of the first step have none yet
     assert "as in a replica that gets no weights" in said
 
@@ -592,7 +592,7 @@ def test_only_values_that_are_not_of_sampled_tokens_are_called_uncorrectable(mak
         ratios[fault] = finding.evidence.numbers["ratio"]
     assert ratios["cold_sampler"] == pytest.approx(1.0, abs=0.03)
     assert ratios["raw_logprobs"] > 1.05
-    assert "the gap grows without end" in CAUSES["never_pushed"].remedy
+    assert "the gap keeps growing" in CAUSES["never_pushed"].remedy
     assert "scores another policy than it should" in CAUSES["padding"].remedy
 
 
@@ -683,7 +683,7 @@ def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, c
 def test_below_the_floor_only_corrections_of_tokens_change_nothing(maker, right, capsys):
     maker.make("none", SEED, right, "float32")
     assert main(["diagnose", str(maker.output / "none" / str(SEED))]) == 0
-    assert "a correction of tokens changes nothing. Weights of completions add up d" in capsys.readouterr().out
+    assert "token weights change nothing. Weights of whole completions add up d" in capsys.readouterr().out
 
 
 # The command --------------------------------------------------------------------------------------------------------------
@@ -885,7 +885,7 @@ def test_none_for_one_token_is_no_broken_row_of_logits(tiny_model_path, tmp_path
     capsys.readouterr()
     assert main(["diagnose", str(tmp_path / "dump")]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("Found: tokens without a log-probability of the sampler.")
+    assert said.startswith("Found: tokens without a log-probability from the sampler.")
     assert "nan_rows" not in said
     assert "explains nothing of d^2, because these tokens have no d" in said
     assert "the first is token 3 of a completion of step" in said

@@ -745,7 +745,7 @@ def test_of_a_large_dump_the_commands_read_a_sample_and_say_so(large, tmp_path, 
         assert "A sample of the dump was read" in text
         assert "To read a step as a whole, name its file" in text
     assert "1 tokens in 1 completions, a share of " in said[0]
-    assert ", have no finite log-probability of the sampler" in said[0]
+    assert ", lack a finite log-probability from the sampler" in said[0]
     main(["diagnose", str(files_of(large)[2])])
     assert "A sample" not in capsys.readouterr().out
 

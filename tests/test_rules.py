@@ -716,7 +716,7 @@ def test_rounding_comforts_only_the_run_that_rounds_and_only_up_to_its_number(wh
         )
         assert ("harmless" in said) == (0.03 < gap <= ROUNDED.get(what, 0.0))
         assert ("KV cache gave" in said) == (what == "cache" and gap > 0.03)
-        assert ("8-bit weights gave" in said) == (what == "weights" and gap > 0.03)
+        assert ("INT8 weights gave" in said) == (what == "weights" and gap > 0.03)
         assert ("Rounding does not explain it" in said) == critical
 
 

@@ -76,15 +76,15 @@ def test_the_answer_states_its_doubt_and_the_page_draws_the_curve(tmp_path, caps
     folder = write(tmp_path / "run" / "checkpoint-10", FLAT, gap=(0.006, 0.006), length=(90, 90)).parent
     assert main(["diagnose", str(folder)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("Possible: weights of whole completions, which fall with length.")
-    for words in ("proves nothing", "0.0057 nats for each token", "vllm_importance_sampling_mode: token_truncate"):
+    assert text.startswith("Possible: weights of whole completions, which shrink with length.")
+    for words in ("proves nothing", "0.0057 nats per token", "vllm_importance_sampling_mode: token_truncate"):
         assert words in text.replace("0.00566", "0.0057").replace("0.00567", "0.0057")
     assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
     page = html.unescape((tmp_path / "report.html").read_text().replace("<code>", "`").replace("</code>", "`"))
     for words in (
         "TRL's mean importance ratio",
         "weight_of_completions",
-        "A log has means only",
+        "A log contains means only",
         "of 90 tokens on average",
     ):
         assert words in page

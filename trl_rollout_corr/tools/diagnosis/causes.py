@@ -38,12 +38,12 @@ _REFER = "importance weights would refer to a policy that no token was sampled f
 # True only of values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
 _GROWS = (
-    "A correction is valid, because tokens and log-probabilities come from the same old weights, but the gap grows without "
-    "end. So repair the push."
+    "A correction is valid, because tokens and log-probabilities come from the same old weights, but the gap keeps "
+    "growing. So repair the push."
 )
 _RAW = (
     "A correction for another temperature is valid, but equal temperatures need none. Do not correct for log-probabilities "
-    f"from before the temperature: the {_REFER}."
+    f"taken before temperature: the {_REFER}."
 )
 _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` unless "
@@ -60,38 +60,38 @@ CAUSES: dict[str, Cause] = {
     "nan_rows": Cause(
         "rows of logits that are NaN",
         Test(single_tokens.nan_rows, 0.0, 0.001),
-        "Stop at the first NaN with `rollout_nan_policy: raise`, and look at the weights of that step. Then look for a failed "
-        "push of weights, an overflow in float16, and faulty kernels of the sampler.",
+        "Stop at the first NaN with `rollout_nan_policy: raise`, and inspect the weights of that step. Then look for a failed "
+        "push of weights, an overflow in float16, and faulty kernels in the sampler.",
         {"rollout_nan_policy": "raise"},
-        "Look at the weights of the step that raised the error, and for a failed push of weights, an overflow in float16, and "
-        "faulty kernels of the sampler.",
+        "Inspect the weights of the step that raised the error. Look for a failed push of weights, an overflow in "
+        "float16, and faulty kernels in the sampler.",
     ),
     "missing": Cause(
-        "tokens without a log-probability of the sampler",
+        "tokens without a log-probability from the sampler",
         Test(single_tokens.missing, 0.0, 0.001),
         "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the log-probability of "
-        "each sampled token, and 0 in `env_mask` for what nobody sampled. Such tokens are left out of the loss, unless "
-        "`rollout_nan_policy` is neutralize, and change nothing else.",
+        "each sampled token, and 0 in `env_mask` for tokens that nobody sampled. The loss leaves such tokens out, unless "
+        "`rollout_nan_policy` is neutralize, and they change nothing else.",
     ),
     "shift": Cause(
         "log-probabilities that are one token off",
         Test(single_tokens.shift, 0.6, 0.85),
-        "A `rollout_func` or environment returns log-probabilities from the first token of the prompt on, or without the last "
-        f"one. Return one log-probability for each sampled token, in the same order. {HIDES}",
+        "A `rollout_func` or environment returns log-probabilities that begin at the first token of the prompt, or that lack "
+        f"the last token. Return one log-probability for each sampled token, in the same order. {HIDES}",
     ),
     "not_sampled": Cause(
         "values that are not log-probabilities of the sampled tokens",
         Test(single_tokens.not_sampled, 0.3, 0.6),
-        "A `rollout_func` or environment fills in values, or returns those of the likeliest token or of another order. Return "
-        "the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody sampled: a tool's "
-        f"answer, or tokens that a grammar or a budget of reasoning (`</think>`) forces. {HIDES}",
+        "A `rollout_func` or environment fills in values, or returns the values of the likeliest token or of another order. "
+        "Return the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody sampled: a "
+        f"tool's answer, or tokens that a grammar or a reasoning budget (`</think>`) forces. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
         "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
-        "and apply the chat template once. A correction is valid, but the completions answer another prompt than the one that "
-        "is trained.",
+        "and apply the chat template once. A correction is valid, but the completions answer a different prompt than the "
+        "trained one.",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
@@ -106,30 +106,30 @@ CAUSES: dict[str, Cause] = {
     "seams": Cause(
         "seams between turns: text that was tokenized again",
         Test(single_tokens.seams, 6.0, 30.0),
-        "Between turns, text was decoded and tokenized again, and the result has other tokens. Keep the sampled token "
-        "ids, and append the token ids of the tool's answer to them.",
+        "Between turns, text was decoded and tokenized again, which gave other tokens. Keep the sampled token ids, and "
+        "append the token ids of the tool's answer to them.",
         correction="rejecting",
     ),
     "later_turns": Cause(
         "another context from the second turn on",
         Test(single_tokens.later_turns, 3.0, 6.0),
-        "The sampler and the trainer read the turns before in other tokens: text was rendered again between turns, and the "
+        "The sampler and the trainer read the previous turns as different tokens: text was rendered again between turns, and "
         "reasoning or special tokens were lost or added. Keep the token ids of all turns, and append the ids of the tool's "
         "answer to them. A correction is valid, but the model learns in a context that it never meets.",
     ),
     "prefix_cache": Cause(
-        "a cache of prefixes that is older than the weights",
+        "a prefix cache that is older than the weights",
         Test(drift.prefix_cache, 2.0, 4.0),
-        "The sampler reads keys and values that old weights made for a prompt. Clear the cache after each push "
+        "The sampler reads keys and values that old weights computed for a prompt. Clear the cache after each push "
         "(`reset_prefix_cache()` of vLLM's engine, or of TRL's client of a server), or start the server without it "
-        "(`--no-enable-prefix-caching`). A correction is valid, but the cache gets older without end.",
+        "(`--no-enable-prefix-caching`). A correction is valid, but the cache keeps getting older.",
     ),
     "some_completions": Cause(
-        "some completions, while others of the same steps have no gap",
+        "some completions, while others of the same steps show no gap",
         Test(single_tokens.some_completions, 3.0, 6.0),
-        "Look for what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. Log for each "
-        "completion who answered it, send one request to each replica, and compare the log-probabilities. A correction is "
-        "valid if these completions come from other weights, and hides a mistake if their log-probabilities are wrong.",
+        "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. Log which "
+        "replica wrote each completion, send one request to each replica, and compare the log-probabilities. A correction is "
+        "valid if these completions come from other weights. If their log-probabilities are wrong, it hides a mistake.",
     ),
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
@@ -153,8 +153,8 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, token by token, as the sampler and the trainer read them: length, special "
         "tokens, images, and the adapter that the request names. Score one of their completions with another engine, and "
-        "leave the prompts out until the cause is found. A correction is valid if the sampler reads these prompts in another "
-        "way, and hides a mistake if their log-probabilities are wrong.",
+        "leave the prompts out until the cause is found. A correction is valid if the sampler reads these prompts "
+        "differently. If their log-probabilities are wrong, it hides a mistake.",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -166,26 +166,26 @@ CAUSES: dict[str, Cause] = {
     "own_updates": Cause(
         "the policy's own updates",
         Test(drift.own_updates, 0.4, 0.6),
-        "In bypass mode, the log-ratio of a batch that is trained on several times includes the updates since it was sampled. "
-        "The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode measures sampler "
-        "and updates separately.",
+        "In bypass mode, a batch can be trained on several times. Its log-ratio then includes the updates since it was "
+        "sampled. The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode "
+        "measures sampler and updates separately.",
         {"rollout_correction": ADVISED["decoupled"]},
     ),
     "never_pushed": Cause(
         "weights that are never pushed to the sampler",
         Test(drift.never_pushed, 0.4, 0.6),
-        "Trainer and sampler move apart from the first step on, whatever the age of the samples. Look at the push: the "
-        "sampler may not know the names of some parameters, an adapter may not be merged, or a server may take weights but "
+        "Trainer and sampler drift apart from the first step on, whatever the age of the samples. Look at the push: the "
+        "sampler may not know the names of some parameters, an adapter may not be merged, or a server may load weights but "
         "keep its cache. "
-        f"{_GROWS} If vLLM has a coarser type than the trainer, or 8 bits, rounding may swallow small updates, which looks "
-        "the same: then compute in one type, or correct for it.",
+        f"{_GROWS} If vLLM runs in a coarser type than the trainer, or in FP8 or INT8, small updates may be lost to rounding, "
+        "which looks the same: then compute in one type, or correct for it.",
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
         Test(drift.adapter_missing, 0.4, 0.6),
-        "The curves look like those of staleness, but the sampler still samples from the base model, whatever the announced "
-        "age. Ask the server for its adapters (`/v1/models`), and look whether requests name the adapter that was pushed "
-        "last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
+        "The curves look as if the weights were stale, but the sampler still uses the base model, whatever age is announced. "
+        "Ask the server for its adapters (`/v1/models`), and check that requests name the adapter that was pushed last. "
+        "Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
         f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_GROWS}",
     ),
     "standing_still": Cause(
@@ -193,19 +193,18 @@ CAUSES: dict[str, Cause] = {
         Test(drift.standing_still, 0.4, 0.6),
         "Start a new run with the folder of the checkpoint as its model, and `learning_rate: 0`. `resume_from_checkpoint` "
         "would not do, because it restores the rate. If the gap grows again, no update is the cause: restart the engine, "
-        "empty its caches, and compare its version and kernels, and look whether completions get longer.",
+        "empty its caches, compare its version and kernels, and check whether completions get longer.",
         {"learning_rate": 0.0},
-        "The learning rate is 0 already, so that no update is the cause: restart the engine, empty its caches, and compare "
+        "The learning rate is 0 already, so no update is the cause: restart the engine, empty its caches, and compare "
         "its version and kernels.",
     ),
     "lora_merge": Cause(
         "an adapter that is rounded when it is merged",
         Test(drift.lora_merge, 0.6, 0.9),
-        "The sampler gets the adapter added to weights in bfloat16, and the trainer adds the output of the adapter. Keep the "
-        "base weights in "
-        "float32, or let vLLM load the adapter by itself. The gap stays as small as rounding.",
+        "The sampler receives the adapter merged into bfloat16 weights, while the trainer adds the adapter's output. Keep the "
+        "base weights in float32, or let vLLM load the adapter itself. The gap stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
-        "The sampler rounds: let vLLM load the adapter by itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
+        "The sampler rounds: let vLLM load the adapter itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
         "float32}`). The gap stays as small as rounding.",
         correction="any",
         normal=True,
@@ -240,11 +239,12 @@ CAUSES: dict[str, Cause] = {
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
-        "A few tokens have a log-ratio of some nats, and the others almost none. Replay the sampler's experts in the trainer "
-        "(colocate mode). Reject single tokens, not completions: one such token would decide the weight of its completion.",
+        "A few tokens show a log-ratio of several nats, and the others almost none. Replay the sampler's experts in the "
+        "trainer (colocate mode). Reject single tokens, not completions: one such token would decide the weight of its "
+        "completion.",
         {"rollout_routing": "replay"},
-        "The trainer takes the sampler's experts, so these tokens have another cause. With float32 routers on both sides "
-        "there are fewer of them.",
+        "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on both sides "
+        "make them fewer.",
         correction="rejecting",
     ),
     "kv_cache": Cause(
@@ -259,16 +259,16 @@ CAUSES: dict[str, Cause] = {
     "quantised": Cause(
         "a quantised sampler",
         Test(precision.quantised, 0.0, 1.0),
-        "Correct for it: the price of faster sampling. A `k3_kl` of 0.0001 to 0.05 was measured with 8 bits, depending on the "
-        "model: `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value cache in 16 bits.",
+        "Correct for it: this gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 with FP8 and "
+        "INT8, depending on the model; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value "
+        "cache in 16 bits.",
         correction="any",
     ),
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed ones",
         Test(precision.weights, 0.12, 0.25),
-        "Sample with weights in the trainer's precision, or quantise the trainer's in the same way. If nothing is quantised, "
-        "compare a weight of the engine with the trainer's. If the sampler has older weights on purpose, set "
-        "`trainer.rollout_step`.",
+        "Sample with weights in the trainer's precision, or quantise the trainer in the same way. If nothing is quantised, "
+        "compare a weight in the engine with the trainer's. If the sampler lags on purpose, set `trainer.rollout_step`.",
         correction="any",
         fallback=Test(precision.noisy_weights, 0.55, 0.65),
     ),

@@ -94,8 +94,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
         numbers["age"], sentence = age, sentence + "all samples are {age} optimizer steps old"
     else:
         sentence += (
-            "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`. A cache of prefixes "
-            "that a push does not clear would look the same"
+            "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`. A prefix cache that a "
+            "push does not clear would look the same"
         )
     share = onset.share if onset is not None and begun else 1.0
     # without the first step, any fault looks the same where it depends on what the rewards depend on, such as the length
@@ -226,7 +226,7 @@ def _if_the_trainer_moves(o: DumpedTokens, evidence: Evidence) -> Evidence:
     numbers = {"alike": by_token(o), "rewarded": with_advantage(o), "least": _least_in_the_end(o)}
     sentence = (
         "; the same token has a similar log-ratio wherever it occurs (correlation {alike}), the gap correlates with the "
-        "advantage (rank correlation {rewarded}), and completions of the last steps have at least {least} of the usual gap"
+        "advantage (rank correlation {rewarded}), and completions of the last steps show at least {least} of the usual gap"
     )
     sure = _moves_alone(o)
     if not sure:
@@ -309,8 +309,8 @@ def prefix_cache(o: DumpedTokens) -> Evidence | None:
         "prompts": float(len(np.unique(o.prompt[later & seen]))),
     }
     sentence = (
-        "|d| is {again} in completions of {prompts} prompts that came in an earlier step, and {new} in those of new prompts, "
-        "although all samples are announced as fresh"
+        "|d| is {again} in completions of {prompts} prompts that came in an earlier step, and {new} in completions of new "
+        "prompts, although all samples are announced as fresh"
     )
     return Evidence(ratio if chance > _CHANCE else 0.0, share, numbers, sentence, most=_LIKELY)
 
@@ -345,8 +345,8 @@ def old_throughout(o: DumpedTokens) -> Evidence | None:
     if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o) or complete_at_once(o):
         return None
     sentence = (
-        "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump has no fresh samples to compare with, and "
-        "low precision would look the same"
+        "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump contains no fresh samples to compare "
+        "with, and low precision would look the same"
     )
     numbers = {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}
     return Evidence(mean(ages >= 1), 1.0, numbers, sentence, most=POSSIBLE)

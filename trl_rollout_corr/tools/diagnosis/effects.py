@@ -33,7 +33,7 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
     lost, due_to_length = 1 - weight, of_tokens - weight
     numbers = {"weight": weight, "length": mean(lengths), "tokens": of_tokens, "outside": mean(outside)}
     sentence = (
-        "the mean weight of completions of {length} tokens is {weight}, and with weights of tokens it would be {tokens}; a "
+        "the mean weight of completions of {length} tokens is {weight}, and with token weights it would be {tokens}; a "
         "share of {outside} of the completions is outside the bounds"
     )
     certain = lost > _ERRORS * error and due_to_length > lost / 2
@@ -42,11 +42,11 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
 
 EFFECTS: dict[str, Cause] = {
     "whole_completions": Cause(
-        "weights of whole completions, which fall with length",
+        "weights of whole completions, which shrink with length",
         Test(whole_completions, 0.2, 0.3),
-        "Each completion has one weight, the product of the ratios of its tokens, so that even a small gap adds up: every "
-        "step is smaller than `learning_rate` says, and long completions count least. Take weights of tokens.",
+        "Each completion gets one weight, the product of its tokens' ratios, so even a small gap adds up: every step is "
+        "smaller than `learning_rate` says, and long completions count least. Use token weights.",
         {"rollout_is": "token"},
-        "The weights are of tokens, so that another setting is the reason.",
+        "The run uses token weights already, so another setting is the reason.",
     ),
 }

@@ -82,7 +82,7 @@ def routing(o: DumpedTokens) -> Evidence | None:
     share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
     sentence = (
-        "1 % of the tokens have a share of {top} of d^2; at tokens of equal probability the kurtosis of d is {kurtosis}, and "
+        "1 % of the tokens carry a share of {top} of d^2; at tokens of equal probability the kurtosis of d is {kurtosis}, and "
         "percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
     )
     most = 0.99 if o.about.get("experts") == "routed" else POSSIBLE
@@ -125,7 +125,7 @@ def noisy_weights(o: DumpedTokens) -> Evidence | None:
         return None
     slope, (_, tail) = spearman(o.middle[o.core], np.abs(o.d[o.core])), tails(o)
     sentence = (
-        "|d| is {gap}, which is too large for rounding; it has the tails of noise (percentile 99 is {tail} times the median; "
+        "|d| is {gap}, which is too large for rounding; its tails look like noise (percentile 99 is {tail} times the median; "
         "3.8 for a Gaussian), and is larger at unlikely tokens (rank correlation {slope})"
     )
     numbers = {"gap": gap, "tail": tail, "slope": slope}
@@ -138,8 +138,8 @@ def kv_cache(o: DumpedTokens) -> Evidence | None:
         return None
     return _systematic(
         o,
-        "the key-value cache has 8 bits or less, the same token has a similar log-ratio wherever it occurs (correlation "
-        "{alike}), and |d| is {gap}",
+        "the key-value cache is stored in 8 bits or less, the same token has a similar log-ratio wherever it occurs "
+        "(correlation {alike}), and |d| is {gap}",
     )
 
 
@@ -176,8 +176,8 @@ def rounding(o: DumpedTokens) -> Evidence | None:
     gap = rms(o.d[here])
     slope = spearman(o.middle[here], np.abs(o.d[here]))
     sentence = (
-        "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token have a "
-        "correlation of {alike}"
+        "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token correlate "
+        "with {alike}"
     )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
     most = POSSIBLE if noise_floor(o) is None else 0.99  # without a second look, the head may be the cause

@@ -86,7 +86,7 @@ def penalty(o: DumpedTokens) -> Evidence | None:
     numbers = {"seen": mean(d[repeated]), "unseen": mean(d[~repeated]), "correlation": correlation}
     sentence = (
         "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
-        "the difference in log-odds and the number of earlier occurrences have a correlation of {correlation}"
+        "the difference in log-odds correlates with the number of earlier occurrences ({correlation})"
     )
     return Evidence(correlation, bounded(explained), numbers, sentence)
 

@@ -124,7 +124,7 @@ def nan_rows(o: DumpedTokens) -> Evidence | None:
     of_trainer = np.isnan(o.broken_train)
     return _without_ratio(
         o, of_trainer | (np.isnan(o.broken_rollout) & _in_a_run(o)), {"trainer": mean(of_trainer)},
-        "{tokens} tokens in {rows} completions, a share of {share}, have no log-ratio, because a log-probability is NaN: the "
+        "{tokens} tokens in {rows} completions, a share of {share}, lack a log-ratio, because a log-probability is NaN: the "
         "trainer's at a share of {trainer} of them, and otherwise the sampler's up to the end of the completion",
     )  # fmt: skip
 
@@ -135,8 +135,8 @@ def missing(o: DumpedTokens) -> Evidence | None:
     infinite = absent & np.isinf(o.broken_rollout)
     return _without_ratio(
         o, absent & ~(np.isnan(o.broken_rollout) & _in_a_run(o)), {"infinite": float(infinite.sum())},
-        "{tokens} tokens in {rows} completions, a share of {share}, have no finite log-probability of the sampler ({infinite} "
-        "are infinite, the others None or NaN), and the trainer and later tokens have one",
+        "{tokens} tokens in {rows} completions, a share of {share}, lack a finite log-probability from the sampler "
+        "({infinite} are infinite, the others None or NaN), which the trainer and later tokens give",
     )  # fmt: skip
 
 
@@ -200,8 +200,8 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
          "share of {zeros}) or equal, while the trainer's differ from each other"),
         (deep if mean(d[large] < 0) > 0.98 else 0.0, 1.0, "no value is below the trainer's, and a share of {deep} of d^2 "
          "comes from tokens that the trainer finds 20 times less likely or more: no truncated sampling leaves so little"),
-        (1 - alike if beyond > 6 else 0.0, 1.0, "the mean of exp(d) is {ratio}, where samples of any sampler have at most "
-         "1, and the two sides have a rank correlation of {alike}"),
+        (1 - alike if beyond > 6 else 0.0, 1.0, "the mean of exp(d) is {ratio}, where samples of any sampler give at most "
+         "1, and the rank correlation of the two sides is {alike}"),
     ]  # fmt: skip
     statistic, share, sentence = max(signs)
     words = ""

@@ -35,7 +35,7 @@ def detail(diagnosis: Diagnosis) -> str:
         f"over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions."
     ]
     if diagnosis.floor is not None:
-        parts.append(f"That is {number(diagnosis.floor)} times the trainer's difference from itself.")
+        parts.append(f"This is {number(diagnosis.floor)} times the trainer's difference from itself.")
     if diagnosis.coarser:
         parts.append(
             f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be rounding."
@@ -43,8 +43,8 @@ def detail(diagnosis: Diagnosis) -> str:
     parts += diagnosis.where
     if diagnosis.verdict == "nothing":
         parts.append(
-            f"Below {FLOOR:g} nats a correction of tokens changes nothing. Weights of completions add up d over all tokens, "
-            "and may still change the step: look at `effective_lr`."
+            f"Below {FLOOR:g} nats, token weights change nothing. Weights of whole completions add up d over all tokens, and "
+            "may still change the step: look at `effective_lr`."
         )
     if diagnosis.verdict == "unknown":
         more = (
@@ -99,9 +99,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     correction = _correction(finding, run)
     settings = settings_of_run(run) if {"rollout_correction"} & {*missing, *correction} else None
     if settings is not None and settings.beside:
-        text += (
-            f" Remove {', '.join(f'`{name}`' for name in settings.beside)}, which would keep acting beside the preset."
-        )
+        text += f" Remove {', '.join(f'`{name}`' for name in settings.beside)}, which would keep acting on top of the preset."
     return text, {**missing, **correction}
 
 

@@ -1,6 +1,6 @@
 """
 The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean importance ratio between the
-trainer and vLLM. A log has means only, so it proves nothing.
+trainer and vLLM. A log contains means only, so it proves nothing.
 """
 
 import json
@@ -91,68 +91,59 @@ def _ends(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float]
 
 _LENGTH = Suspicion(
     "whole_completions",
-    "weights of whole completions, which fall with length",
-    "TRL's default gives each completion one weight, the product of the ratios of its tokens. Rounding alone adds "
-    "up there, so "
-    "that long completions hardly learn.",
-    "Take weights of tokens.",
+    "weights of whole completions, which shrink with length",
+    "TRL's default gives each completion one weight, the product of its tokens' ratios. Rounding alone adds up there, so "
+    "long completions hardly learn.",
+    "Use token weights.",
     _AT_ONCE,
 )
 _DISTORTED = Suspicion(
     "truncation",
     "a sampler that draws from another distribution",
     "`top_p`, `top_k`, `min_p`, a penalty or another temperature makes every ratio too small, from the first step on.",
-    "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults, and look for them in "
-    "`generation_kwargs` and, with "
-    "a server, in the model's `generation_config.json`.",
+    "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults. Also look for them in `generation_kwargs` "
+    "and, with a server, in the model's `generation_config.json`.",
 )
 _FROM_THE_START = Suspicion(
     "large_gap",
     "log-probabilities that differ far more than by rounding, from the first step on",
-    "The two sides may read other tokens, have other weights or another temperature, or the values are not those of "
-    "the sampled "
-    "tokens.",
+    "The two sides may read different tokens, hold different weights or use different temperatures, or the values may "
+    "belong to other tokens than the sampled ones.",
     "Find the cause before you train: no weights repair it.",
 )
 _BROKEN = Suspicion(
     "broken",
-    "something that broke: weights that no longer arrive in vLLM, or a policy that moves too fast",
-    "A ratio that falls within so few steps is neither rounding nor length.",
-    "Look at what happened at that step: a push of weights or of an adapter, a restart or sleep of vLLM, a learning "
-    "rate that is "
-    "too high (`grad_norm` and `entropy` in the same log). To tell them apart, train a few steps with "
-    "`learning_rate: 0` from "
-    "the initial model: the ratio then stays near 1 unless vLLM has other weights.",
+    "a sudden break: weights that no longer arrive in vLLM, or a policy that moves too fast",
+    "Neither rounding nor length makes a ratio collapse within so few steps.",
+    "Look at what happened at that step: a push of weights or of an adapter, a restart or sleep of vLLM, or a learning "
+    "rate that is too high (`grad_norm` and `entropy` in the same log). To tell them apart, train a few steps with "
+    "`learning_rate: 0` from the initial model: the ratio then stays near 1 unless vLLM holds other weights.",
 )
 _DRIFT = Suspicion(
     "drift",
     "weights in vLLM that fall behind: they arrive only in part, or not each time",
-    "Pushes that leave out some weights, an adapter that is merged with rounding, or a vLLM whose sleep mode loads "
-    "the base "
-    "model again (TRL issue 5312) look like this.",
+    "A push that leaves out some weights, an adapter that is rounded when it is merged, or a vLLM whose sleep mode loads "
+    "the base model again (TRL issue 5312) looks like this.",
     "Switch `vllm_enable_sleep_mode` off if it is on, and compare a weight in vLLM with the trainer's after a push.",
 )
 _MISMATCH = Suspicion(
     "growing_gap",
     "a gap that grows with training",
-    "Updates on completions of another policy make the next ones more different, and a policy that becomes sure of "
-    "its tokens "
+    "Updates on completions of another policy push the two further apart, and a policy that becomes sure of its tokens "
     "rounds more.",
     "Lower `learning_rate`, and push weights after each step.",
 )
 _DIPS = Suspicion(
     "single_steps",
     "single steps that are far off, between healthy ones",
-    "With few completions in a step this may be chance. Otherwise a part of the completions came from other "
-    "weights, or with "
-    "wrong log-probabilities, and only now and then.",
-    "Compare these steps with the others: a replica of the server that was not updated, a push that failed, another "
-    "length.",
+    "With few completions in a step this may be chance. Otherwise some completions came from other weights, or with wrong "
+    "log-probabilities, and only now and then.",
+    "Compare these steps with the others: a replica of the server may have missed an update, a push may have failed, or "
+    "the completions may differ in length.",
 )
 _LONGER = _LENGTH._replace(
-    text="The completions became longer. TRL's default gives each completion one weight, the product of the ratios "
-    "of its "
-    "tokens, so that the mean falls with length at the same gap."
+    text="The completions became longer. TRL's default gives each completion one weight, the product of its tokens' "
+    "ratios, so the mean shrinks with length at the same gap."
 )
 
 
@@ -179,9 +170,8 @@ def of_trl() -> Settings:
 # In words ---------------------------------------------------------------------------------------------------------------
 
 _TO_FIND_OUT = (
-    "To find out, train some steps with a trainer of this package, `rollout_correction: trl`, which keeps the loss, "
-    "and "
-    "`rollout_dump_dir`, and diagnose the dump."
+    "To find out, train a few steps with a trainer of this package and `rollout_correction: trl`, which keeps the loss. "
+    "Set `rollout_dump_dir`, and diagnose the dump."
 )
 
 
@@ -191,12 +181,11 @@ def headline(found: Sequence[Suspicion]) -> str:
 
 
 def detail(course: Course) -> str:
-    """What the log has."""
+    """What the log shows."""
     first, last = course.steps
     parts = [
-        f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log "
-        f"entries, steps "
-        f"{first} to {last})."
+        f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log entries, "
+        f"steps {first} to {last})."
     ]
     if course.fell:
         parts.append(f"Most of the fall is between step {course.fall[0]} and step {course.fall[1]}.")
@@ -214,9 +203,9 @@ def detail(course: Course) -> str:
     if course.length is not None and 0 < course.last < LOW and not course.fell:
         per_token = -math.log(course.last) / max(course.length[1], 1)
         parts.append(
-            f"If each completion has one weight, {number(per_token)} nats for each token are enough for this ratio."
+            f"If each completion gets one weight, {number(per_token)} nats per token are enough for this ratio."
         )
-    return " ".join([*parts, f"A log has means only, so that it proves nothing. {_TO_FIND_OUT}"])
+    return " ".join([*parts, f"A log contains means only, so it proves nothing. {_TO_FIND_OUT}"])
 
 
 def write_text(course: Course) -> str:

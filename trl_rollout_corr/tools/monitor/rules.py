@@ -49,9 +49,9 @@ RULES = [
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
-        why="If the sampler returns NaN, the whole row of its logits is broken, so the token was not drawn from the policy.",
-        advice="No correction repairs this. Look for NaN in the weights, and for a push of weights that failed. By default "
-        "such tokens are left out of the loss; to stop at the first one, set `rollout_nan_policy` to raise.",
+        why="If the sampler returns NaN, the whole row of its logits is broken, and the token was not drawn from the policy.",
+        advice="No correction repairs this. Look for NaN in the weights, and for a failed push of weights. By default, the "
+        "loss leaves out such tokens; to stop at the first one, set `rollout_nan_policy` to raise.",
     ),
     _rule(
         "k3_kl",
@@ -62,9 +62,9 @@ RULES = [
             "ends": True,
             "seen": "`k3_kl` has been at least {value:.2g} since the first step, above {limit:g}, where no update of the "
             "weights can be the reason.",
-            "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, has other "
-            "weights, draws from another distribution (temperature, `top_p`, `min_tokens`), or its log-probabilities are not "
-            "those of the sampled tokens. A correction hides that, and does not repair it.",
+            "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, holds other "
+            "weights, draws from another distribution (temperature, `top_p`, `min_tokens`), or reports log-probabilities of "
+            "other tokens. A correction hides such a fault and does not repair it.",
             "advice": "{diagnose}",
             "patience": 1,
             "measure": conditions.gap_from_the_start,
@@ -114,9 +114,9 @@ RULES = [
         {
             "name": "gap_clipped",
             "limit": 0.065,
-            "why": "This alarm may be false: of the few runs of ours with a gap of this size, accuracy fell for a short time "
-            "in some and not in others. Clipping removes tokens with a large log-ratio, so it tolerates a larger gap than "
-            "importance weights do.",
+            "why": "This alarm may be false: only a few of our runs showed a gap of this size, and accuracy fell for a short "
+            "time in some of them and not in others. Clipping removes tokens with a large log-ratio, so it tolerates a "
+            "larger gap than importance weights do.",
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
@@ -163,7 +163,7 @@ RULES = [
         limit=0.0,
         below=True,
         seen="A share of {value:.6g} of the tokens has bit-equal log-probabilities, below {limit:g}.",
-        why="A sampler with older weights than the trainer's differs too.",
+        why="A sampler that holds older weights than the trainer differs as well.",
         advice="`trl-rollout-corr probe` splits the gap of a fresh sampler into parts.",
     ),
     _rule(
@@ -171,7 +171,7 @@ RULES = [
         key="staleness_max",
         limit=16.0,
         seen="Completions are up to {value:.0f} optimizer steps older than the policy that trains on them.",
-        why="This may be harmless if you want samples that old. The gap grows with the age of the weights that sampled.",
+        why="This may be harmless if you want samples that old. The gap grows with the age of the sampling weights.",
         advice=f"{FRESHER}.",
     ),
     _rule(
@@ -190,14 +190,14 @@ RULES = [
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
-            "why": "Weights of whole completions fall with length, even if nothing is wrong. Otherwise sampler and trainer "
+            "why": "Weights of whole completions shrink with length, even if nothing is wrong. Otherwise sampler and trainer "
             "are far apart, and the run takes smaller steps than `learning_rate` says.",
             "advice": "{token_level} {dropped} {closer}",
         },
         {
             "name": "weight_mean_high",
             "limit": 2.0,
-            "why": "A few tokens with a huge weight may raise the mean, and so do wrong log-probabilities. The mean "
+            "why": "A few tokens with a huge weight may raise the mean, and so may wrong log-probabilities. The mean "
             "multiplies the optimizer step, so it should be near 1.",
             "advice": "{token_level} {lower_cap} Check that the log-probabilities are taken after temperature and belong to "
             "their tokens.",
@@ -233,10 +233,10 @@ RULES = [
         key="rollout_is_veto_fraction",
         limit=0.1,
         far=5.0,
-        seen="A share of {value:.2g} of the completions has a token below the lower bound of seq_max_k1.",
+        seen="A share of {value:.2g} of the completions contains a token below the lower bound of seq_max_k1.",
         why="Rounding does not move a token that far.",
-        advice="Look for broken rows of logits, for tokens that were scored at another position, and for text that was added "
-        "after sampling. `log_ratio_min` shows the lowest log-ratio. To reject fewer completions, lower the bound of "
+        advice="Look for broken rows of logits, for tokens scored at another position, and for text added after sampling. "
+        " `log_ratio_min` shows the lowest log-ratio. To reject fewer completions, lower the bound of "
         "seq_max_k1 in `rollout_rs_threshold`.",
         applies=conditions.vetoes,
     ),

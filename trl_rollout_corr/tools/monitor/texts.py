@@ -20,9 +20,9 @@ MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay 
 # What `k3_kl` was in the first steps of our runs, by what their engine rounds to fewer than 16 bits
 ROUNDED = {"": 0.002, "cache": 0.05, "weights": 0.016}
 _ROUNDED = {
-    "": f"16 bits gave {ROUNDED['']:g}",
-    "cache": f"an 8-bit KV cache gave up to {ROUNDED['cache']:g}",
-    "weights": f"8-bit weights gave up to {ROUNDED['weights']:g}",
+    "": f"bfloat16 gave {ROUNDED['']:g}",
+    "cache": f"an FP8 KV cache gave up to {ROUNDED['cache']:g}",
+    "weights": f"FP8 or INT8 weights gave up to {ROUNDED['weights']:g}",
 }
 # A gap that rounding does not explain, and with which most uncorrected runs collapsed; and one with which most corrected runs
 # lost accuracy (`benchmarks/arena/alarms.json`)
@@ -36,7 +36,7 @@ _BIASED = "Training on such completions is biased, and the gap tends to grow."
 _CLOSER = f"To make the gap smaller, {FRESHER[:1].lower()}{FRESHER[1:]}, or lower `learning_rate`."
 _FROM_THE_START = (
     "The gap was there from the first step, so look for what the two sides compute differently: dropout in the trainer (also "
-    "`lora_dropout`), low precision in the sampler, or log-probabilities that are not those of the sampled tokens."
+    "`lora_dropout`), low precision in the sampler, or log-probabilities of other tokens than the sampled ones."
 )
 
 # By the origin of the gap: why it matters without a correction, and with one, and what to do about it
@@ -69,7 +69,7 @@ _NO_ROUNDING = "{gave} in our measurements. Something else differs, and a correc
 _SELDOM = f"Rounding seldom explains it: {_NO_ROUNDING}"
 _NEVER = f"Rounding does not explain it: {_NO_ROUNDING}"
 _FEW_BITS = (
-    "Weights of few bits may explain it: `trl-rollout-corr probe` measures how much. If it measures less, something else "
+    "Weights with few bits may explain it: `trl-rollout-corr probe` measures how much. If it measures less, something else "
     "differs."
 )
 _DIAGNOSE = {
@@ -79,8 +79,8 @@ _DIAGNOSE = {
 # Answers that are cut, where most are
 CUT = 0.5
 _CUT = (
-    "A share of {cut:.2g} of the completions is cut before its end, so that an answer may be missing: raise "
-    "`max_completion_length`, and look whether completions end."
+    "A share of {cut:.2g} of the completions is cut off, so the answer may be missing: raise "
+    "`max_completion_length`, and check that completions end."
 )
 _UNCUT = "Look at some completions and their rewards: prompts may be too easy or too hard."
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
@@ -104,13 +104,13 @@ _NO_TOKENS = {
 _TO_TOKENS = {
     "trl": "Set `vllm_importance_sampling_mode` to token_truncate, or `rollout_correction` to auto.",
     "ours": "Set `rollout_is` to token.",
-    "unknown": "If each completion has one weight, take weights of tokens: set `rollout_is` to token, or with "
+    "unknown": "If each completion gets a single weight, use token weights: set `rollout_is` to token, or with "
     "`rollout_correction: trl` set `vllm_importance_sampling_mode` to token_truncate.",
 }
 _LOWER_CAP = {
     "trl": "Lower `vllm_importance_sampling_clip_max` if it is above 1, or set `rollout_correction` to auto.",
-    "ours": "Lower `rollout_is_threshold` if it is above 1; a higher bound never helps.",
-    "unknown": "Otherwise lower the bound of the weights if it is above 1; a higher bound never helps.",
+    "ours": "Lower `rollout_is_threshold` if it is above 1; a higher cap never helps.",
+    "unknown": "Otherwise lower the cap on the weights if it is above 1; a higher cap never helps.",
 }
 _DROPPED = {
     "trl": "If `rollout_is_oob_ratio` is high, set `vllm_importance_sampling_mode` to token_truncate.",
@@ -121,13 +121,15 @@ _DROPPED = {
 
 # A mean weight of completions at the start, above which length alone does not explain that it is low now
 _NEAR_1 = 0.9
-_PRODUCT = "a completion has one weight, the product of the ratios of its tokens."
-_FALLS = f"Otherwise the weights fall with length, even if nothing is wrong: {_PRODUCT}"
+_PRODUCT = "each completion gets one weight, the product of its tokens' ratios."
+_FALLS = f"Otherwise the weights shrink with length, even if nothing is wrong: {_PRODUCT}"
 _FELL = (
     f"Otherwise the gap or the length has grown, because the mean weight was {{first:.2g}} at the start: {_PRODUCT}"
 )
 
-_GROWN = "First find out why it fell: look for weights that do not arrive, and whether completions became longer."
+_GROWN = (
+    "First find out why it fell: look for weights that do not arrive, and check whether completions became longer."
+)
 
 
 def _about_weights(settings: Settings | None) -> dict[str, str]:
