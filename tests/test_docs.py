@@ -237,3 +237,59 @@ def test_the_manual_is_short():
     pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
     assert len(pages) <= 14
     assert sum(len(page.split()) for page in pages) <= 40_000
+
+
+# Which correction -----------------------------------------------------------------------------------------------------
+
+
+def code_in(text: str) -> set[str]:
+    """Presets and values between backticks; of `field: value`, the value."""
+    return {code.rpartition(": ")[2] for code in re.findall(r"`([^`]+)`", text)}
+
+
+def answers() -> dict[str, set[str]]:
+    """What to take, by the name of a row in bold, from the one table that says so. A remark follows behind a semicolon."""
+    section = (ROOT / "docs/choosing.md").read_text().split("\n## The short answer\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| **")]
+    return {re.findall(r"\*\*(.+?)\*\*", row[0])[0].lower(): code_in(row[1].partition(";")[0]) for row in rows}
+
+
+def given_answers(document: str) -> list[tuple[str, set[str]]]:
+    """Rows that a document names in comments, `<!-- answer: stale -->`, each with the code in front of the comment."""
+    text = " ".join((ROOT / document).read_text().split())
+    *before, _ = re.split(r"<!-- answer: .+? -->", text)
+    names = re.findall(r"<!-- answer: (.+?) -->", text)
+    # from the beginning of the cell, or of the part of the sentence
+    parts = [re.split(r"\||[.,;] ", re.sub(r"<!--.*?-->", "", part))[-1] for part in before]
+    return [(name, code_in(part)) for name, part in zip(names, parts, strict=True)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_question_has_the_same_answer_on_every_page(document):
+    table = answers()
+    assert len(table) > 10
+    for name, given in given_answers(document):
+        assert given == table[name], f"{document}: the answer to {name!r} is {table[name]} in docs/choosing.md"
+
+
+def test_pages_about_a_case_give_its_answer():
+    pages = {
+        "docs/trl.md": {"fresh bf16, short answers", "fresh bf16, long answers", "stale"},
+        "docs/quantised.md": {"fp8 weights, fresh", "fp8 weights, stale"},
+        "docs/setups.md": {"asynchronous", "stale", "fresh, larger gap"},
+    }
+    for document, names in pages.items():
+        assert names <= {name for name, _ in given_answers(document)}, document
+        assert "(choosing.md#the-short-answer)" in (ROOT / document).read_text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    {"grpo/fp8": "fp8 weights, fresh", "async_grpo/auto": "asynchronous", "async_grpo/lora": "asynchronous"}.items(),
+)
+def test_a_recipe_takes_what_the_table_says(recipe, name):
+    import yaml
+
+    settings = yaml.safe_load((ROOT / f"recipes/{recipe}.yaml").read_text())
+    taken = {settings[key] for key in ("rollout_correction", "vllm_importance_sampling_mode") if key in settings}
+    assert taken == answers()[name]
