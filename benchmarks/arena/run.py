@@ -24,7 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import alarms
 import archive
+import picture
 import report
 import results
 from harness import train_all, train_missing, write
@@ -54,7 +56,7 @@ def parse_args() -> Namespace:
     )
     parser.add_argument("--name", default="own", help="name of that arm in files and tables (default: own)")
     parser.add_argument("--report", action="store_true", help="train nothing")
-    parser.add_argument("--publish", action="store_true", help="write the results, the tables and the archive")
+    parser.add_argument("--publish", action="store_true", help="write results, tables, alarms, picture and archive")
     parser.add_argument("--workers", type=int, default=2, help="processes that train, each on one core (default: 2)")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "outputs/arena", help="default: outputs/arena")
     return parser.parse_args()
@@ -156,6 +158,9 @@ def main():
         print(f"\n{name}\n{part}")
     if args.publish:
         results.publish(found, folder)
+        alarms.write(alarms.counted(alarms.replays()))
+        picture.main()
+        print("The pages of the documents quote these files: `make tables` writes them again.")
 
 
 if __name__ == "__main__":
