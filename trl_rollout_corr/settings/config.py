@@ -30,7 +30,7 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given beside it override it. By default `auto`; but if `rollout_is` or
+            Name of a preset, or `None`; fields given with it override it. By default `auto`; but if `rollout_is` or
             `rollout_rs` is given, only what is given is done. `"trl"` keeps the loss of TRL with its own correction.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or `None`.
@@ -52,7 +52,7 @@ class RolloutCorrectionConfig:
         rollout_rs_exclude_from_baseline (`bool`, *optional*, defaults to `False`):
             Leave completions that are rejected as a whole out of the baseline of their group.
         bypass_mode (`bool`, *optional*):
-            Use the sampler's log-probabilities in place of the old policy's.
+            Use the sampler's log-probabilities instead of the old policy's.
         rollout_loss_type (`str`, *optional*):
             Loss in bypass mode: ppo_clip clips the ratio and only reports weights; reinforce applies weights.
         rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
