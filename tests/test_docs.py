@@ -92,6 +92,17 @@ def test_no_metric_has_the_name_of_a_folder_of_others():
     assert [(key, other) for key in keys for other in keys if other.startswith(f"{key}/")] == []
 
 
+def test_names_in_trackers_are_those_of_transformers():
+    from transformers.integrations.integration_utils import rewrite_logs
+
+    section = (ROOT / "docs/metrics.md").read_text().split("## Names in dashboards and trackers")[1]
+    table = re.findall(r"^\| .* \| `(\S+)` \| `(\S+)` \|$", section, re.MULTILINE)
+    logged, shown = table[:2]
+    assert {*rewrite_logs(dict.fromkeys(logged, 0.0))} == {*shown}
+    (key,) = re.findall(r"search for `(\S+)`", section)
+    assert key == shown[0]
+
+
 def rule(criterion: Criterion, bounds: float | list[float]) -> str:
     """A criterion and its bounds as in the table of presets."""
     if criterion.directed:

@@ -71,6 +71,31 @@ def test_words_find_their_section_first(capsys):
     assert capsys.readouterr().out.startswith("docs quantised#8-bit-samplers\n")
 
 
+@pytest.mark.parametrize(
+    ("typed", "section"),
+    [
+        ("wandb", "metrics#names-in-dashboards-and-trackers"),
+        ("multi-turn", "setups#agents"),
+        ("resume", "setups#resuming"),
+        ("8k", "trl#long-completions"),
+        ("qlora", "setups#qlora-and-4-bit-bases"),
+        ("liger", "setups#liger"),
+        ("oom", "debugging#out-of-memory"),
+    ],
+)
+def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typed, section):
+    assert main(["docs", typed]) == 0
+    said = capsys.readouterr().out
+    assert f"docs {section}\n\n#" in said  # printed and not only listed
+    assert "<!--" not in said
+
+
+def test_keywords_are_no_text_of_a_page():
+    text = document("metrics")
+    assert "trackio, mlflow, comet" not in text
+    assert "\n\n\n" not in text
+
+
 def strings(path: Path) -> Iterator[str]:
     """Strings of a module; parts of an f-string are joined."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -11,6 +11,8 @@ from .recipes import source
 
 
 _PRINTED = 5  # sections with a word, at most, that are printed and not listed
+# Words below a heading that a reader types and the section says in other words: `<!-- keywords: wandb, dashboard -->`
+_KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
 
 def folder() -> Path:
@@ -43,18 +45,32 @@ def document(name: str | None = None) -> str:
 
 def _text(path: Path) -> str:
     """Text of a page, without comments."""
-    return re.sub(r"(?<=\n)<!--.*?-->\n+|<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return _without_comments(path.read_text(encoding="utf-8"))
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(r"(?<=\n)<!--.*?-->\n+|<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
-    """The sections with a word in their heading, or all with the word if they are few; and the first line of each other."""
+    """
+    The sections with a word in their heading or among their keywords, or all with the word if they are few; and the first line
+    of each other.
+    """
     found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and those with the word
+    named = []  # sections with the word in their heading or among their keywords
     for page, path in paths.items():
-        lines = _text(path).splitlines()
-        for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(lines)), (len(lines), "", 0)]):
-            if hits := [line for line in lines[first:last] if word.lower() in line.lower()]:
-                found[f"docs {page}#{anchor}"] = lines[first:last], hits
-    whole = [name for name, (lines, hits) in found.items() if lines[0] == hits[0]] or list(found)
+        raw = path.read_text(encoding="utf-8").splitlines()
+        for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(raw)), (len(raw), "", 0)]):
+            section = "\n".join(raw[first:last])
+            lines, keywords = _without_comments(section).splitlines(), _KEYWORDS.findall(section)
+            hits = [line for line in lines if word.lower() in line.lower()]
+            if any(word.lower() in text.lower() for text in (lines[0], *keywords)):
+                named.append(f"docs {page}#{anchor}")
+            elif not hits:
+                continue
+            found[f"docs {page}#{anchor}"] = lines, hits or [lines[0]]
+    whole = named or list(found)
     whole = whole if len(whole) <= _PRINTED else []
     texts = ["\n".join([name, "", *found[name][0]]).rstrip() + "\n\n" for name in whole]
     rest = [
