@@ -285,7 +285,7 @@ def test_a_question_has_the_same_answer_on_every_page(document):
 
 def test_pages_about_a_case_give_its_answer():
     pages = {
-        "docs/trl.md": {"fresh bf16, short answers", "fresh bf16, long answers", "stale"},
+        "docs/trl.md": {"fresh bf16, short completions", "fresh bf16, long completions", "stale"},
         "docs/quantised.md": {"fp8 weights, fresh", "fp8 weights, stale"},
         "docs/setups.md": {"asynchronous", "stale", "fresh, larger gap"},
         "docs/guide.zh-CN.md": set(answers()) - {"fp8 key-value cache", "cut answers, stale", "mixture of experts", "lora"}
