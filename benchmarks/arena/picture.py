@@ -24,11 +24,12 @@ from seeds import FULL, REFERENCE
 
 HERE = Path(__file__).parent
 DATA, PICTURE = HERE / "picture.json", HERE.parents[1] / "docs/images/comparison.svg"
+# With the colours of the quickstart's picture
 ARMS = {
-    "none": ("no correction", "#4e79a7"),
-    "trl": ("TRL's default", "#e15759"),
-    "dppo_tv": ("bypass_dppo_tv", "#59a14f"),
-    "cap3": ("auto", "#f28e2b"),
+    "none": ("no correction", "#d55e00"),
+    "trl": ("TRL's default", "#009e73"),
+    "dppo_tv": ("bypass_dppo_tv", "#cc79a7"),
+    "cap3": ("auto", "#0072b2"),
     REFERENCE: ("fresh weights, no correction", "#333333"),
 }
 # Exact answers, a format at two rates, and the pretrained model
