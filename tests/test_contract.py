@@ -117,7 +117,7 @@ def test_the_supported_range_is_the_one_that_installers_read():
 
 
 def test_documents_and_ci_name_the_releases_of_the_table():
-    window = f"TRL | {OLDEST} to {NEWEST_TESTED}"
+    window = f"TRL {OLDEST} to {NEWEST_TESTED}"
     assert window in (ROOT / "README.md").read_text()
     for readme in ("README.md", "README.zh-CN.md"):
         assert f"![TRL {OLDEST} to {NEWEST_TESTED}]" in (ROOT / readme).read_text()

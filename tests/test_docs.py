@@ -232,7 +232,7 @@ def test_the_recipe_in_the_readme_is_that_of_the_file(readme):
     import yaml
 
     (shown,) = blocks(readme, "yaml")
-    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/grpo/auto.yaml").read_text())
+    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/grpo/trl.yaml").read_text())
 
 
 def visible(text: str) -> str:
@@ -243,7 +243,7 @@ def visible(text: str) -> str:
 
 def test_the_manual_is_short():
     readme = visible((ROOT / "README.md").read_text())
-    assert len(readme.split()) <= 1800  # a sentence that says what is not known is longer than one that does not
+    assert len(readme.split()) <= 1700
     assert len(readme.partition("```")[0].split()) < 150  # before the first code
     pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
     assert len(pages) <= 14
@@ -285,6 +285,7 @@ def test_a_question_has_the_same_answer_on_every_page(document):
 
 def test_pages_about_a_case_give_its_answer():
     pages = {
+        "README.md": {"fresh bf16, short completions", "fresh bf16, long completions", "stale", "asynchronous", "rloo, fresh"},
         "docs/trl.md": {"fresh bf16, short completions", "fresh bf16, long completions", "stale"},
         "docs/quantised.md": {"fp8 weights, fresh", "fp8 weights, stale"},
         "docs/setups.md": {"asynchronous", "stale", "fresh, larger gap"},
@@ -294,7 +295,7 @@ def test_pages_about_a_case_give_its_answer():
     }
     for document, names in pages.items():
         assert names <= {name for name, _ in given_answers(document)}, document
-        assert "(choosing.md#the-short-answer)" in (ROOT / document).read_text()
+        assert re.search(r"\((docs/)?choosing.md#the-short-answer\)", (ROOT / document).read_text())
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_a_recipe_takes_what_the_table_says(recipe, name):
 
 
 # These pages are still to be rewritten; take a page out when it complies
-LATER = ("README.md",)
+LATER = ()
 # A line break in Chinese text is shown as a space
 WRITTEN = [page for page in DOCUMENTS if ".zh-CN" not in page and page.startswith(("README", "docs/"))]
 WRITTEN += ["CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]

@@ -25,7 +25,7 @@ from tests.training import (
     messages,
     saying,
 )
-from trl_rollout_corr import RolloutCorrectionConfig
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.tools.monitor.callback import RolloutCorrectionMonitor
 from trl_rollout_corr.tools.monitor.reward import Reward
 from trl_rollout_corr.tools.monitor.rule import ALARMS
@@ -288,7 +288,7 @@ def test_a_log_is_the_same_with_and_without_a_monitor(make):
 
 @pytest.fixture
 def observe(caplog):
-    def observe(monitor, windows, before=(), spacing=1):
+    def observe(monitor, windows, before=(), spacing=1, settings=None):
         """
         Let a monitor see the log of a run without correction, and return its messages, the state, and the control. `before`
         are windows of `spacing` steps that were logged before the run was resumed.
@@ -301,7 +301,7 @@ def observe(caplog):
             {"loss": 0.0, **window, "step": step} for step, window in zip(steps, before, strict=False)
         ]
         state.global_step = spacing * len(before)
-        monitor._examiner.settings = args.settings  # as a trainer does when training begins
+        monitor._examiner.settings = settings or args.settings  # as a trainer does when training begins
         monitor.on_train_begin(args, state, control)
         caplog.clear()
         for step, window in enumerate(windows, state.global_step + 1):
@@ -338,6 +338,19 @@ def test_two_causes_have_messages_of_their_own(observe):
     window = {"rollout_corr/staleness_max": 40.0, "rollout_corr/rollout_is_mean": 3.0}
     said, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
     assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_mean_high"]
+
+
+def test_the_alarm_in_the_readme_is_one_of_the_monitor(observe):
+    """Its lines, up to the dots that stand for what was left out."""
+    of_trl = {"rollout_corr/k3_kl": 0.002, "rollout_corr/rollout_is_mean": 0.27, "completions/mean_length": 1024.0}
+    args = RolloutCorrectedGRPOConfig("output", rollout_correction="trl", use_vllm=True, use_cpu=True, bf16=False)
+    said, _, _ = observe(RolloutCorrectionMonitor(), [of_trl] * 2, settings=args.settings)
+    (message,) = (" ".join(message.split()) for message in said)
+    for readme in ("README.md", "README.zh-CN.md"):
+        (shown,) = re.findall(r"^```text\n(▲.*?)^```", (ROOT / readme).read_text(), re.MULTILINE | re.DOTALL)
+        parts = [" ".join(part.split()) for part in shown.split("...")]
+        assert len(parts) > 1
+        assert all(part in message for part in parts), message
 
 
 def test_only_the_main_process_speaks(monkeypatch, observe):
