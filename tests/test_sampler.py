@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.training import TRAINERS, VLLM, BrokenSampler, build, logged, losses, micro_batches
+from tests.training import TRAINERS, VLLM, BrokenSampler, build, logged, losses, micro_batches, saying
 
 
 @pytest.fixture
@@ -205,3 +205,28 @@ def test_minus_infinity_of_a_server_is_no_number(kind, tiny_model_path, tmp_path
     trainer = build(*TRAINERS[kind], tiny_model_path, tmp_path, **fields, rollout_nan_policy="raise")
     with pytest.raises(ValueError, match="rollout_nan_policy"):
         trainer.train()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("value", [-9999.0, -math.inf, None])
+def test_a_token_without_a_log_probability_keeps_the_metrics_of_trl_finite(
+    tiny_model_path, tmp_path, shared_engine, monkeypatch, caplog, value
+):
+    """TRL takes the ratio of NaN as 1, and so does the record of the run; the monitor tells the user."""
+    generate = VLLMGeneration.generate
+
+    def served(self, *args, **kwargs):
+        prompt_ids, completion_ids, logprobs, *others = generate(self, *args, **kwargs)
+        logprobs[0][0] = [value]
+        return prompt_ids, completion_ids, logprobs, *others
+
+    monkeypatch.setattr(VLLMGeneration, "generate", served)
+    fields = {**VLLM, "max_steps": 1, "rollout_correction": "trl", "vllm_importance_sampling_mode": "token_truncate"}
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **fields, rollout_monitor="warn")
+    with saying(caplog, "came without a finite log-probability"):
+        trainer.train()
+    of_trl = {name: x for entry in trainer.state.log_history for name, x in entry.items() if "sampling/" in name}
+    assert of_trl["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=0.01)
+    assert 0 <= of_trl["sampling/sampling_logp_difference/max"] < 0.01
+    assert all(map(math.isfinite, of_trl.values()))
+    assert 0 < logged(trainer, "nonfinite_fraction")[0] < 0.5

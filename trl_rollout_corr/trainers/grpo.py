@@ -1,5 +1,6 @@
 """GRPO with rollout correction."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         generation.tool_mask = tool_mask
         of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
         generation.turn_ids = of_function.get("turn_ids")
-        return prompt_ids, completion_ids, tool_mask, completions, generation.logprobs, *others
+        of_trl = generation.logprobs
+        if self._settings.by_trl:  # TRL leaves NaN out, but minus infinity would make its metrics infinite
+            of_trl = [[x if math.isfinite(x) else math.nan for x in row] for row in of_trl]
+        return prompt_ids, completion_ids, tool_mask, completions, of_trl, *others
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:

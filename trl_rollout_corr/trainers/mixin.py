@@ -189,7 +189,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         scoring.check_rows(len(output["completion_ids"]), owner.__name__)
         completion_ids = output["completion_ids"]
         self._warn_about_images(scoring.generation, output)
-        output[ROLLOUT_LOGPS] = self._rollout_logps(output, scoring.generation)
+        output[ROLLOUT_LOGPS] = scoring.generation.rollout_logps(completion_ids)
         output[REWARDS] = scoring.rewards
         output |= self._replays.place(*sequences_of(output), completion_ids.shape[1])
         self._replays.check(output, self._loss_mask(output))
@@ -217,10 +217,6 @@ class RolloutCorrectionMixin(CorrectsBatches):
             self._other_prompts = True
             self._pushes.doubt = "vLLM has read other prompts than the trainer, because of their images."
             warn_about_images(*other)
-
-    def _rollout_logps(self, output: Mapping[str, torch.Tensor], generation: Generation) -> torch.Tensor:
-        """Log-probabilities of the sampler, `(B, T)`."""
-        return output[ROLLOUT_LOGPS]
 
     def _note_origin(self, output: dict[str, Any]) -> None:
         """Keep the optimizer step of the weights that sampled a batch."""

@@ -1,7 +1,7 @@
 """RLOO with rollout correction."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from trl import RLOOConfig, RLOOTrainer
 from ..correction.functional import LOG_RATIO_BOUND
 from ..settings.config import RolloutCorrectionConfig
 from .batches import TAGS
-from .forward_pass import Generation, OldPass, Scoring
+from .forward_pass import OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .observer import CorrectedBatch
 from .trl_checks import CHECKS_OF_RLOO, ReadByTrainer
@@ -108,9 +108,6 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
             return answer
         assert isinstance(self._pass, Scoring)  # an old pass is answered only while TRL scores a batch
         return self._pass.generation.rollout_logps(answer)
-
-    def _rollout_logps(self, output: Mapping[str, torch.Tensor], generation: Generation) -> torch.Tensor:
-        return generation.rollout_logps(output["completion_ids"])
 
     def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         current, (anchor, coefficients) = corrected.train_logps, super()._anchor_in_bypass(corrected)
