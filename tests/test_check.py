@@ -1,11 +1,14 @@
 """The command `check` on a file: it is read as a training script would read it, and every mistake is named."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.launching import HAS_ASYNCHRONOUS, ROOT
+from tests.launching import HAS_ASYNCHRONOUS, ROOT, clean_environment
 from trl_rollout_corr.__main__ import main
 
 
@@ -62,7 +65,7 @@ def test_a_file_for_another_machine_has_no_mistake(check):
 
 
 def test_a_field_of_the_users_own_script_is_a_remark(check):
-    code, report = check("judge_address: localhost\n")
+    code, report = check("judge_address: localhost\nuse_vllm: true\n")
     assert code == 0
     (remark,) = report["remarks"]
     assert remark.startswith("`judge_address` is no field of the trainer or of TRL's scripts")
@@ -82,7 +85,93 @@ def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert "`max_staleness` is no field" in report["remarks"][0]
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [1\nb: 2\n", "while parsing"), ("- 1\n", "must have one setting")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate: 1e-6\n", "`use_vllm` is not set, and false by default."),
+        ("use_vllm: false\n", "`use_vllm` is false."),
+        ("use_vllm: true\n", ""),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_a_file_without_a_sampler_is_told_so(check, trainer, text, message):
+    code, report = check(text, "--trainer", trainer)
+    assert code == 0  # the script may set it
+    assert [remark.startswith(message) for remark in report["remarks"]] == [True] * bool(message)
+    assert [("`rollout_func`" in remark) == (trainer == "grpo") for remark in report["remarks"]] == [True] * bool(
+        message
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout_engine_kwargs: {quantisation: fp8}\n", "Did you mean 'quantization'?"),
+        ("max_steps: 1.0e+400\n", "`max_steps` is inf"),
+        ("env: 5\n", "`env` must be a section"),
+        ("sync_ref_model: true\n", "`beta` is 0"),
+        ("use_peft: true\nload_in_4bit: true\nvllm_mode: server\n", "a server cannot read packed weights"),
+        ("loss_type: vespo\nrollout_correction: trl\n", "token_truncate or token_mask"),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_a_mistake(check, text, message):
+    code, report = check(f"use_vllm: true\n{text}")
+    assert code == 1
+    assert len(report["mistakes"]) == 1
+    assert message in report["mistakes"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "system"),
+    [
+        ("actor_rollout_ref: {rollout: {n: 8}}\ndata: {train_batch_size: 8}\n", "verl"),
+        ("algorithm: {rollout_correction: {rollout_is: token}}\n", "verl"),
+        ("trainer: {algorithm: {off_policy_correction: {tis_ratio_type: token}}}\n", "SkyRL"),
+        ("base_model: m\nrl: grpo\ntrl: {use_vllm: true}\n", "Axolotl"),
+    ],
+)
+def test_the_file_of_another_system_is_not_checked(tmp_path, capsys, text, system):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert main(["check", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"these are settings of {system}, which no script of TRL reads" in line
+    assert (f"`trl-rollout-corr convert {path}`" in line) == (system != "Axolotl")
+
+
+def test_marks_of_direction_are_written_out(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text('use_vllm: true\nrollout_is\u202e: token\n"abc\\ud800": 1\n')
+    assert main(["check", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "`rollout_is\\u202e` is not a field" in output
+    assert "`abc\\ud800` is no field" in output
+
+
+def test_a_sign_of_life_comes_first_and_nothing_of_vllm(tmp_path):
+    """Reading a file takes a minute on a busy machine, and vLLM warns about Triton when it is imported."""
+    path = tmp_path / "run.yaml"
+    path.write_text("use_vllm: true\nrollout_engine_kwargs: {quantisation: fp8}\n")
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "trl_rollout_corr", "check", str(path)]
+    environment = {name: x for name, x in clean_environment().items() if name != "VLLM_LOGGING_LEVEL"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        first = process.stderr.readline()
+        assert time.monotonic() - begun < 2
+        output, errors = process.communicate()
+    assert (
+        first == f"Importing PyTorch, TRL and vLLM to read {path} as the trainer would. This takes up to a minute.\n"
+    )
+    assert "Triton" not in output + errors
+    assert output.startswith("error: `rollout_engine_kwargs` has 'quantisation'")
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [1\nb: 2\n", "line 2: not YAML"), ("- 1\n", "must have one setting")]
+)
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys, text, message):
     path = tmp_path / "bad.yaml"
     path.write_text(text)

@@ -2,8 +2,10 @@
 
 import io
 import math
+import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import yaml
 
 from tests.launching import ROOT, run
-from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS
 from trl_rollout_corr.tools.translation.of_trl import from_trl
@@ -242,7 +244,7 @@ def test_the_lines_of_trl(convert):
         "`actor_rollout_ref.rollout.quantization`", "`actor_rollout_ref.rollout.enable_rollout_routing_replay`",
         "`actor_rollout_ref.rollout.presence_penalty`", "`data.train_files`,",
     ]  # fmt: skip
-    assert "not quantised" in said[0]
+    assert "`rollout_engine_kwargs: {quantization: fp8}`" in said[0]
     assert "`rollout_routing: replay`" in said[1]
     assert said[3] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
 
@@ -346,6 +348,283 @@ def test_settings_of_verl_without_effect_are_warned_about_once(section, message)
     assert [message in str(warning.message) for warning in caught] == [True] * bool(message)
 
 
+# What older and forked verl has outside of the section ------------------------------------------------------------------
+
+CAP = "actor_rollout_ref.actor.tis_imp_ratio_cap"
+AROUND = {"rollout_is": None, "bypass_mode": True, "rollout_loss_type": "ppo_clip"}
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ([f"{CAP}=2.0"], TOKEN),
+        (["actor_rollout_ref.actor.imp_ratio_cap=5"], {**TOKEN, "rollout_is_threshold": 5.0}),
+        (["tis_imp_ratio_cap=2"], TOKEN),
+        ([f"{CAP}=2", f"{SECTION}.rollout_is=null", f"{SECTION}.rollout_is_threshold=3"], TOKEN),
+        ([f"{CAP}=-1", f"{SECTION}.rollout_is=token"], TOKEN),
+        ([f"{CAP}=-1"], {"rollout_correction": "disabled"}),  # verl's default
+        (["actor_rollout_ref.actor.use_rollout_log_probs=True"], AROUND),
+        (["async_training.use_rollout_log_probs=True", f"{SECTION}.rollout_is=null"], AROUND),
+        (["async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True", f"{CAP}=2"], TOKEN),
+        ([f"{LOSS}.rollout_correction.rollout_is=token", f"{LOSS}.rollout_correction.bypass_mode=true"],
+         {**TOKEN, "bypass_mode": True, "rollout_loss_type": "ppo_clip"}),
+        ([f"{LOSS}.rollout_correction=${{algorithm.rollout_correction}}", f"{SECTION}.rollout_is=token"], TOKEN),
+        ([f"{LOSS}.loss_mode=dppo_tv", f"{SECTION}.bypass_mode=true", "actor.clip_ratio_low=0.15", "clip_ratio_c=20"],
+         {"rollout_correction": "bypass_dppo_tv", "rollout_is_threshold": 20.0, "rollout_rs_threshold": [[0.15, 0.2]]}),
+    ],
+)  # fmt: skip
+def test_settings_outside_the_section_that_correct(convert, arguments, written):
+    assert convert(arguments)[0] == {"use_vllm": True, **written}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["actor_rollout_ref.actor.seq_tis_imp_cap=2"],
+        ["actor_rollout_ref.actor.is_correction=token"],
+        ["actor_rollout_ref.actor.kl_mask_high=8", "actor_rollout_ref.rollout.n=8"],
+        ["data.train_files=x", "loss_fn.truncated_importance_sampling_ratio=2"],  # NeMo-RL
+        ["actor_rollout_ref.actor.off_policy.kind=token", f"{SECTION}.rollout_is=null"],
+        "actor_rollout_ref: {actor: {mask_ratio: 2}}",
+    ],
+)
+def test_a_correction_that_cannot_be_translated_is_never_off_in_silence(refusal, given):
+    assert "which may correct for the sampler, and cannot be translated" in refusal(given)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["actor.optim.lr_warmup_steps_ratio=0.1", "actor.policy_loss.kl_cov_ratio=1", "actor.seq_tis=false", "rollout.is_x=-1"],
+)  # fmt: skip
+def test_other_ratios_and_what_is_off_stop_nothing(convert, argument):
+    assert convert([f"actor_rollout_ref.{argument}"])[0] == {"use_vllm": True, "rollout_correction": "disabled"}
+
+
+OTHERS = {
+    "prime-rl": "trainer: {loss: {ratio_type: token}}\ndata: {seq_len: 8}\nalgorithm: {token_mask_high: 8.0, loss_type: x}",
+    "NeMo-RL": "loss_fn: {use_importance_sampling_correction: true}\npolicy: {model_name: m}",
+    "AReaL": "actor: {eps_clip: 0.2, behav_imp_weight_cap: 5}\nrollout: {n: 1}",
+    "TRL without a correction": "use_vllm: true\nloss_type: dapo\nlearning_rate: 1e-6",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_system_is_not_taken_for_one_of_verl(refusal, name):
+    message = refusal(OTHERS[name])
+    assert "needs no conversion" in message if "TRL" in name else "it has no settings of verl" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1"], ["`beta` is constant"]),
+        (["rollout.logprobs_mode=raw_logprobs"], ["what every ratio means"]),
+        (["rollout.logprobs_mode=processed_logprobs"], []),
+        (["actor_rollout_ref.rollout.ignore_eos=true"], ["changes every ratio"]),
+        (["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8"], ["`rollout_engine_kwargs`"]),
+        (["rollout.quantization=fp8"], ["`rollout_engine_kwargs: {quantization: fp8}`", "`fp8_per_block`"]),
+    ],
+)
+def test_what_changes_a_ratio_is_not_called_something_else(convert, arguments, parts):
+    written, said, _ = convert(["rollout_is=token", *arguments])
+    assert written == {"use_vllm": True, **TOKEN}
+    assert len(said) == bool(parts)
+    assert all(part in said[0] for part in parts)
+    assert not any("not about rollout correction" in line for line in said)
+
+
+def test_min_p_comes_with_its_warning(convert):
+    written, said, text = convert(["rollout_is=token", "rollout.min_p=0.1"])
+    assert (written["min_p"], said) == (0.1, [])
+    assert "min_p: 0.1  # changes what vLLM samples" in text
+
+
+def test_settings_of_one_section_are_counted_and_not_listed(convert):
+    many = [f"data.a{i}=1" for i in range(20)]
+    *_, line = convert(["rollout_is=token", *many, "x.y=1"])[1]
+    assert line == "warning: `x.y`, 20 settings of `data` are left out: not about rollout correction."
+
+
+def test_a_launcher_is_told_which_of_its_commands_to_replace(refusal):
+    of_recipe = "#!/bin/bash\nset -x\npython3 -m pip install x\npython3 -u -m recipe.dapo.main_dapo \\\n  a.b=1\n"
+    assert "the place of `python3 -u -m recipe.dapo.main_dapo` in" in refusal(of_recipe)
+    other = refusal("#!/bin/bash\nbash start_ray.sh train.sh \\\n  algorithm.rollout_correction.rollout_is=token\n")
+    assert "the place of the command that is given the settings in" in other
+    assert "main_ppo" not in other
+
+
+# SkyRL ------------------------------------------------------------------------------------------------------------------
+
+SKYRL = "trainer.algorithm.off_policy_correction"
+NO_KL = "trainer.algorithm.use_kl_loss=false"
+
+
+def rejects(**criteria):
+    return {"rollout_is": None, "rollout_rs": [*criteria], "rollout_rs_threshold": [*criteria.values()]}
+
+
+@pytest.mark.parametrize(
+    ("given", "written", "said"),
+    [
+        ("tis_ratio_type=token token_tis_ratio_clip_high=3", {**TOKEN, "rollout_is_threshold": 3.0}, []),
+        ("tis_ratio_type=token", TOKEN, []),
+        ("tis_ratio_type=sequence", {"rollout_is": "sequence", "rollout_is_threshold": 5.0}, []),
+        ("tis_ratio_type=token sequence_tis_ratio_clip_high=9", TOKEN, ["`sequence_tis_ratio_clip_high` is set to"]),
+        ("sequence_mask_metric=geometric geo_mask_high=1.02", rejects(seq_mean_k1=[0.99, 1.02]), []),
+        ("sequence_mask_metric=product", rejects(seq_sum_k1=[0.5, 2.0]), []),
+        ("outlier_token_is_threshold_low=1e-4 outlier_token_is_threshold_high=100", rejects(seq_max_k1=[1e-4, 100.0]), []),
+        ("outlier_token_is_threshold_low=1e-4", rejects(seq_max_k1=[1e-4, INF]), []),
+        ("token_mask_is_threshold_low=0.5 token_mask_is_threshold_high=2", rejects(token_k1=[0.5, 2.0]), []),
+        ("token_mask_eps_low=0.2 token_mask_eps_high=0.3", rejects(token_k1=[0.8, 1.3]), []),
+        ("token_mask_is_threshold_low=0.5", {"rollout_correction": "disabled"}, ["has no effect", "SkyRL does not"]),
+        ("tis_ratio_type=null geo_mask_high=1.01", {"rollout_correction": "disabled"}, ["SkyRL does not correct"]),
+        ("tis_ratio_type=sequence token_mask_eps_low=.2 token_mask_eps_high=.2",
+         {**rejects(token_k1=[0.8, 1.2]), "rollout_is": "sequence", "rollout_is_threshold": 5.0}, ["do not count in the"]),
+    ],
+)  # fmt: skip
+def test_the_correction_of_skyrl(convert, given, written, said):
+    result, lines, _ = convert([NO_KL, *(f"{SKYRL}.{argument}" for argument in given.split())])
+    assert result == {"use_vllm": True, **written}
+    assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * len(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("use_tis=true tis_imp_ratio_cap=8", {**TOKEN, "rollout_is_threshold": 8.0}),
+        ("policy_loss_type=rollout_is eps_clip_low=0.5 eps_clip_high=4",
+         {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0], "bypass_mode": True, "rollout_loss_type": "reinforce"}),
+        ("policy_loss_type=dppo dppo.delta_low=0.1", {"rollout_correction": "bypass_dppo_tv", "rollout_rs": ["token_tv"],
+                                                      "rollout_rs_threshold": [[0.1, 0.2]]}),
+    ],
+)  # fmt: skip
+def test_losses_of_skyrl_that_correct(convert, given, written):
+    arguments = [f"trainer.algorithm.{argument}" for argument in given.split()]
+    assert convert([NO_KL, *arguments])[0] == {"use_vllm": True, **written}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (f"{SKYRL}.tis_type=token", "does not belong to SkyRL's correction. Did you mean 'tis_ratio_type'?"),
+        (f"{SKYRL}.tis_ratio_type=geometric", "`tis_ratio_type` must be token, sequence or null"),
+        (f"{SKYRL}.sequence_mask_metric=mean", "`sequence_mask_metric` must be geometric, product or null"),
+        (f"trainer.algorithm.policy_loss_type=dppo {SKYRL}.tis_ratio_type=token", "corrects for the sampler already"),
+        ("trainer.algorithm.cispo.cispo_anchor=rollout", "which makes CISPO's ratio the one to the sampler"),
+        ("trainer.algorithm.seq_tis_cap=2", "which may correct for the sampler, and cannot be translated"),
+    ],
+)
+def test_what_is_refused_of_skyrl(refusal, given, message):
+    assert message in refusal([NO_KL, *given.split()])
+
+
+def test_a_file_of_skyrl(convert):
+    algorithm = {"advantage_estimator": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "loss_reduction": "sequence_mean",
+                 "off_policy_correction": {"tis_ratio_type": "token"}}  # fmt: skip
+    sampling = {"temperature": 0.7, "top_p": 0.9, "max_generate_length": 512, "logprobs": 1}
+    policy = {"model": {"path": "m"}, "optimizer_config": {"lr": 1e-6, "max_grad_norm": 0.5}}
+    settings = {
+        "trainer": {"algorithm": algorithm, "policy": policy, "epochs": 2, "strategy": "fsdp"},
+        "generator": {"n_samples_per_prompt": 5, "sampling_params": sampling},
+    }
+    written, said, text = convert(yaml.safe_dump(settings))
+    assert text.startswith("# for RolloutCorrectedGRPOTrainer\n")
+    assert written == {
+        "use_vllm": True, **TOKEN, "beta": 0.001, "model_name_or_path": "m", "learning_rate": 1e-6, "max_grad_norm": 0.5,
+        "num_train_epochs": 2, "num_generations": 5, "temperature": 0.7, "top_p": 0.9, "max_completion_length": 512,
+        "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "grpo",
+    }  # fmt: skip
+    assert [line for line in said if "strategy" in line or "logprobs" in line] == said
+
+
+@pytest.mark.parametrize(
+    ("criterion", "bounds", "kept"),
+    [
+        # as SkyRL's `compute_outlier_token_mask`, `compute_token_mask` and `compute_sequence_mask` keep them
+        ("outlier_token_is_threshold", "1e-4 100", [[1, 1, 1], [0, 0, 0], [1, 1, 1]]),
+        ("token_mask_is_threshold", "0.5 2.0", [[1, 1, 0], [1, 0, 1], [1, 1, 1]]),
+        ("geo_mask", "0.7 1.4", [[0, 0, 0], [0, 0, 0], [1, 1, 1]]),
+        ("product_mask", "0.5 2.0", [[0, 0, 0], [0, 0, 0], [1, 1, 1]]),
+    ],
+)
+def test_bounds_of_skyrl_keep_the_same_tokens(convert, criterion, bounds, kept):
+    low, high = bounds.split()
+    metric = {"geo_mask": "geometric", "product_mask": "product"}.get(criterion, "null")
+    written, *_ = convert(
+        [
+            f"{SKYRL}.sequence_mask_metric={metric}",
+            f"{SKYRL}.{criterion}_low={low}",
+            f"{SKYRL}.{criterion}_high={high}",
+        ]
+    )
+    ratios = torch.tensor([[1.2, 1.0, 4.0], [1.0, 200.0, 1.0], [0.6, 1.8, 1.1]])
+    config = RolloutCorrectionConfig(**{name: x for name, x in written.items() if name.startswith("rollout")})
+    keep = compute_rollout_correction(ratios.log(), torch.zeros(3, 3), torch.ones(3, 3), config).keep
+    assert keep.int().tolist() == kept
+
+
+# Damaged and hostile files ----------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "brackets": "a: " + "[" * 100_000,
+    "levels": "".join(" " * i + "a:\n" for i in range(900)),
+    "aliases": "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+    "merged": "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)),
+    "itself": "actor_rollout_ref: &a {b: *a}",
+    "an object": "actor_rollout_ref: !!python/object/apply:os.system ['touch /tmp/pwned']",
+    "a tag": "actor_rollout_ref: !!bool x",
+    "no number": "actor_rollout_ref: !!int ''",
+    "no date": "actor_rollout_ref: 2001-99-99",
+    "digits": "actor_rollout_ref: {rollout: {n: " + "9" * 5000 + "}}",
+    "hexadecimal": "actor_rollout_ref: {rollout: {n: 0x" + "f" * 50_000 + "}}",
+    "infinity": "actor_rollout_ref: {rollout: {n: 1.0e+400}}",
+    "a direction": "algorithm: {rollout_correction: {rollout_is\u202e: token}}",
+    "half a character": 'algorithm: {rollout_correction: {rollout_is: "\\ud800"}}',
+    "nothing": "",
+    "zeros": "\0" * 100,
+    "two documents": "a: 1\n---\nb: 2\n",
+    "a list as key": "{[1]: 2}",
+    "too long": "a: 1\n" * 250_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_line(refusal, name):
+    begun = time.monotonic()
+    line = refusal(HOSTILE[name])
+    assert time.monotonic() - begun < 10
+    assert line.isprintable()
+
+
+def test_what_is_no_file_of_settings_is_one_line(capsys, tmp_path):
+    """No command waits for a pipe that nobody writes to, or reads a gigabyte."""
+    paths = [
+        Path("/dev/zero"),
+        tmp_path,
+        *(tmp_path / name for name in ("fifo", "loop", "gone", "large", "utf16", "latin")),
+    ]
+    *_, fifo, loop, _, large, utf16, latin = paths
+    os.mkfifo(fifo)
+    loop.symlink_to(loop)
+    with large.open("wb") as file:
+        file.truncate(1 << 30)
+    utf16.write_bytes("use_vllm: true\n".encode("utf-16"))
+    latin.write_bytes("model: \xe9\n".encode("latin-1"))
+    for path in paths:
+        for command in ("convert", "check"):
+            assert main([command, str(path)]) == 2, path
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"{path}: ")
+            assert "unexpected" not in line
+
+
+def test_a_pipe_of_the_shell_is_read():
+    process = run("bash", "-c", f"{sys.executable} -m trl_rollout_corr convert <(echo 'rollout_is: token')")
+    assert process.returncode == 0, process.stderr
+    assert yaml.safe_load(process.stdout) == {"use_vllm": True, **TOKEN}
+
+
 # TRL and Axolotl ------------------------------------------------------------------------------------------------------
 
 
@@ -367,23 +646,70 @@ def test_the_settings_of_trl(settings, fields):
     assert from_trl({"vllm_importance_sampling_correction": "off"}) == {"rollout_correction": "disabled"}
 
 
-def test_the_whole_yaml_of_trl_comes_back(convert):
-    text = (
-        "output_dir: o\nuse_vllm: true\nvllm_importance_sampling_mode: token_truncate\nlearning_rate: 1e-6  # small\n"
-    )
-    written, said, output = convert(f"{text}vllm_importance_sampling_clip_max: 2.0\nreport_to: [wandb]\n")
-    ours = "rollout_is: token\nrollout_is_threshold: 2.0\nrollout_nan_policy: neutralize\n"
-    assert output == f"output_dir: o\nuse_vllm: true\nlearning_rate: 1e-6\nreport_to: [wandb]\n{ours}"
+# A file as people write it, with comments, and numbers that a dump would write in another way
+FLAT = """# run 12: the one that worked
+output_dir: o
+use_vllm: true
+
+vllm_importance_sampling_mode: token_truncate   # see the wiki
+vllm_importance_sampling_clip_max: 2.0
+learning_rate: 1e-6  # small
+max_grad_norm: 0.10
+"""
+LINE = "rollout_correction: trl\n"
+PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
+
+
+@pytest.mark.parametrize("text", [FLAT, FLAT + "report_to: [wandb]", f"{FLAT}\n\n", FLAT.replace("\n", "\r\n")])
+def test_the_whole_yaml_of_trl_comes_back_with_its_comments(convert, text):
+    written, said, output = convert(text)
+    assert output == text.rstrip() + "\n" + LINE
     assert said == []
-    assert RolloutCorrectionConfig(**{name: written[name] for name in written if name.startswith("rollout")})
+    assert written == {**yaml.safe_load(text), "rollout_correction": "trl"}
+    fields = {name: x for name, x in written.items() if name.startswith(("vllm_importance", "rollout", "output_dir"))}
+    config = RolloutCorrectedGRPOConfig(**fields, use_cpu=True)
+    assert (config.settings.rollout_is, config.settings.rollout_is_threshold) == ("token", 2.0)
 
 
-def test_the_whole_yaml_of_axolotl_comes_back(convert):
-    trl = {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "num_generations": 4}
-    written, said, _ = convert(yaml.safe_dump({"rl": "grpo", "trl": trl, "plugins": ["a.B"], "micro_batch_size": 2}))
-    assert written == {
-        "rl": "grpo", "trl": {"use_vllm": True, "num_generations": 4}, "micro_batch_size": 2,
-        "plugins": ["a.B", "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"],
-        "rollout_is": "token", "rollout_is_threshold": [0.0, 3.0], "rollout_nan_policy": "neutralize",
-    }  # fmt: skip
+@pytest.mark.parametrize("text", ["{use_vllm: true, vllm_importance_sampling_cap: 2.0}", f"---\n{FLAT}...\n"])
+def test_a_file_that_cannot_be_edited_is_written_anew(convert, text):
+    written, said, output = convert(text)
+    assert written == {**yaml.safe_load(text), "rollout_correction": "trl"}
+    assert "use_vllm: true\n" in output  # one setting in each line
+    assert len(said) == 1
+    assert "without its comments" in said[0]
+
+
+AXOLOTL = """base_model: m  # a base
+rl: grpo
+trl:
+  use_vllm: true
+  vllm_importance_sampling_mode: token_mask
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "plugins"),
+    [
+        ("", f"plugins:\n- {PLUGIN}\n"),
+        (
+            "plugins:  # ours\n  - a.B  # of us\nmicro_batch_size: 2\n",
+            f"  - a.B  # of us\n  - {PLUGIN}\nmicro_batch_size",
+        ),
+        ("plugins: [a.B]  # ours\n", f"plugins: [a.B, {PLUGIN}]  # ours\n"),
+        ("plugins:\n- a.B", f"plugins:\n- a.B\n- {PLUGIN}\n"),
+        (f"plugins:\n- {PLUGIN}\n", f"plugins:\n- {PLUGIN}\n"),
+    ],
+)
+def test_the_whole_yaml_of_axolotl_comes_back(convert, given, plugins):
+    written, said, output = convert(AXOLOTL + given)
+    assert output.startswith(AXOLOTL)
+    assert plugins in output
+    assert LINE in output
+    assert {**written, "plugins": None} == {
+        **yaml.safe_load(AXOLOTL + given),
+        "plugins": None,
+        "rollout_correction": "trl",
+    }
+    assert written["plugins"].count(PLUGIN) == 1
     assert said == []

@@ -290,7 +290,8 @@ def test_pages_about_a_case_give_its_answer():
         "docs/quantised.md": {"fp8 weights, fresh", "fp8 weights, stale"},
         "docs/setups.md": {"asynchronous", "stale", "fresh, larger gap"},
         "docs/debugging.md": {"stale", "fresh, larger gap"},
-        "docs/guide.zh-CN.md": set(answers()) - {"fp8 key-value cache", "cut answers, stale", "mixture of experts", "lora"}
+        "docs/guide.zh-CN.md": set(answers())
+        - {"fp8 key-value cache", "cut answers, stale", "mixture of experts", "lora"}
         - {name for name in answers() if name.startswith("dr. grpo")},
     }
     for document, names in pages.items():

@@ -48,7 +48,7 @@ CORE = {
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
     "tools": ["text", "recipes", "documents", "quantised_engine", "bounds", "engine_checks"],
-    "tools.translation": ["of_trl", "names", "verl", "counterparts", "setting_files"],
+    "tools.translation": ["of_trl", "names", "verl", "skyrl", "counterparts", "setting_files"],
     "tools.monitor": [
         "bands",
         "stock",

@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from .messages import SelfContainedError, __version__
+from .tools.text import visible
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,11 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             output = args.run(args)
         except Exception as error:  # a traceback would leave with 1, which says that something was found
-            print(" ".join(_refusal(args, error).splitlines()), file=sys.stderr)
+            print(visible(" ".join(_refusal(args, error).split())), file=sys.stderr)
             return 2
     messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
     for message in dict.fromkeys(messages):
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {visible(message)}", file=sys.stderr)
     sys.stdout.write(output)
     return int(args.code)
 
@@ -76,9 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "convert",
-        help="translate settings of verl or TRL into YAML of this package",
-        description="Translate the settings of verl, TRL or Axolotl, and print them as YAML of this package and of TRL. A "
-        "warning names each setting of verl that is left out. In a training script of verl, put `trl-rollout-corr convert` in "
+        help="translate settings of verl, SkyRL or TRL into YAML of this package",
+        description="Translate the settings of verl, SkyRL, TRL or Axolotl, and print YAML of this package and of TRL. "
+        "A warning names each setting that is left out. In a training script of verl, put `trl-rollout-corr convert` in "
         "the place of `python3 -m verl.trainer.main_ppo`.",
         usage="%(prog)s [-h] (FILE | KEY=VALUE [KEY=VALUE ...])",
         allow_abbrev=False,

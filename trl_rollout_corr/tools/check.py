@@ -1,20 +1,23 @@
 """Command `trl-rollout-corr check`: a look at the installed TRL, or at a file of settings."""
 
 import json
+import logging
+import os
 import platform
 import re
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib.metadata import packages_distributions, version
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from ..messages import SelfContainedError, SettingError, __version__, nearest
+from .text import visible
+from .translation.setting_files import read_document, read_file, system_of
 
 
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
@@ -27,6 +30,11 @@ _TRAINERS = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}
 
 def check_installation(*, as_json: bool = False) -> tuple[str, bool]:
     """Report on the installed packages, and `True` if the trainers work with them."""
+    with _importing("look at the installed packages"):
+        return _check_installation(as_json)
+
+
+def _check_installation(as_json: bool) -> tuple[str, bool]:
     of = packages_distributions()  # vLLM has distributions of other names
     versions = {"python": platform.python_version(), "trl-rollout-corr": __version__}
     versions |= {name: version(of[name][0]) if name in of else "not installed" for name in _PACKAGES}
@@ -38,6 +46,24 @@ def check_installation(*, as_json: bool = False) -> tuple[str, bool]:
         return json.dumps(report, indent=2) + "\n", problem is None
     lines = [f"{name:<17} {value}" for name, value in versions.items()]
     return "\n".join([*lines, "", verdict]) + "\n", problem is None
+
+
+@contextmanager
+def _importing(purpose: str) -> Iterator[None]:
+    """Say what takes so long, and keep back what vLLM says below an error when it is imported."""
+    sys.stderr.write(f"Importing PyTorch, TRL and vLLM to {purpose}. This takes up to a minute.\n")
+    sys.stderr.flush()
+    vllm, level = logging.getLogger("vllm"), os.environ.get("VLLM_LOGGING_LEVEL")
+    before = vllm.level
+    if level is None:  # which vLLM gives its logger; without its own handlers, Python's level counts
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        vllm.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        if level is None:
+            del os.environ["VLLM_LOGGING_LEVEL"]
+            vllm.setLevel(before)
 
 
 def _cuda() -> str:
@@ -80,6 +106,13 @@ def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) 
     a `trainer`, it is the one that knows most keys of the file.
     """
     settings, mistakes = _read(path)
+    with _importing(f"read {visible(path)} as the trainer would"):
+        return _check_settings(path, settings, mistakes, trainer, as_json)
+
+
+def _check_settings(
+    path: str, settings: dict[str, Any], mistakes: list[str], trainer: str | None, as_json: bool
+) -> tuple[str, bool]:
     if problem := _problem_of_trl():
         raise SelfContainedError(problem)
     guessed = "" if trainer else " (--trainer names another)"
@@ -92,34 +125,42 @@ def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) 
             mistakes.append(f"`{name}` is not a field of the configuration.{nearest(name, known)}")
         else:
             remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
-    refused, warned, correction = _build(config_class, settings)
+    config, refused, warned = _build(config_class, settings)
     mistakes += refused
     remarks += warned
+    correction = "" if config is None else config.description
+    if config is not None and trainer != "async_grpo":
+        mistakes += _refused_by_trainer(config, settings)
+        remarks += _warned_about_sampler(config, trainer, given="use_vllm" in settings)
     if as_json:
         report = {"file": path, "trainer": trainer, "mistakes": mistakes, "remarks": remarks, "correction": correction}
         return json.dumps(report, indent=2) + "\n", not mistakes
-    lines = [f"error: {mistake}" for mistake in mistakes] + [f"warning: {remark}" for remark in remarks]
+    lines = [visible(f"error: {mistake}") for mistake in mistakes]
+    lines += [visible(f"warning: {remark}") for remark in remarks]
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes) or 'no'} mistakes"
-    lines.append(f"{path}: {count}, read for the trainer {trainer}{guessed}.")
+    lines.append(f"{visible(path)}: {count}, read for the trainer {trainer}{guessed}.")
     lines += [f"Correction: {correction}"] if correction else []
     return "\n".join(lines) + "\n", not mistakes
 
 
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a YAML file, and its keys that stand there twice."""
-    text = Path(path).read_text(encoding="utf-8")
+    """Settings of a YAML file, and what is wrong with its keys."""
     try:
-        settings, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except RecursionError:
-        raise ValueError("not YAML that a person wrote: its brackets are nested too deeply") from None
-    except yaml.YAMLError as error:
-        raise SelfContainedError(f"{path}: {' '.join(str(error).split())}") from None
+        settings, node = read_document(read_file(path))
+    except ValueError as error:
+        raise SelfContainedError(f"{path}: {error}") from None
     if not isinstance(settings, dict) or node is None:
-        raise SelfContainedError(f"{path} must have one setting in each line, such as `learning_rate: 1e-6`.")
-    settings.pop("env", None)  # TRL's parser puts it into the environment
+        raise SelfContainedError(f"{path}: a file must have one setting in each line, such as `learning_rate: 1e-6`.")
+    if system := system_of(settings):
+        remedy = f"`trl-rollout-corr convert {path}` translates them"
+        if system == "Axolotl":
+            remedy = "Axolotl checks them itself: `axolotl train`"
+        raise SelfContainedError(f"{path}: these are settings of {system}, which no script of TRL reads. {remedy}.")
     keys = [key.value for key, _ in node.value]
-    twice = [f"`{key}` is set {n} times, and the last one counts." for key, n in Counter(keys).items() if n > 1]
-    return {str(name): value for name, value in settings.items()}, twice
+    mistakes = [f"`{key}` is set {n} times, and the last one counts." for key, n in Counter(keys).items() if n > 1]
+    if not isinstance(settings.pop("env", {}), dict):  # TRL's parser puts it into the environment
+        mistakes.append("`env` must be a section of variables, such as `env: {WANDB_PROJECT: a}`.")
+    return {str(name): value for name, value in settings.items()}, mistakes
 
 
 def _config_class(trainer: str) -> Any:
@@ -139,9 +180,43 @@ def _fields(cls: Any) -> set[str]:
     return {field.name for field in fields(cls) if field.init}
 
 
-def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[list[str], list[str], str]:
+def _refused_by_trainer(config: Any, settings: Mapping[str, Any]) -> list[str]:
+    """What a trainer refuses when it is built, of settings that the configuration takes."""
+    whole = [field.name for field in fields(config) if type(field.default) is int]
+    numbers = [(name, settings[name]) for name in whole if isinstance(settings.get(name), float)]
+    mistakes = [f"`{name}` is {x}, and must be a whole number." for name, x in numbers if not x.is_integer()]
+    packed = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
+    if packed and settings.get("use_peft") and config.use_vllm and config.vllm_mode == "server":
+        mistakes.append(
+            f"`{packed[0]}` is true with `use_peft` and `vllm_mode: server`, and a server cannot read packed weights in a "
+            "push. Set `vllm_mode` to colocate, or remove it."
+        )
+    if getattr(config, "sync_ref_model", False) and config.beta == 0:
+        mistakes.append("`sync_ref_model` is true while `beta` is 0, so that there is no reference model. Remove it.")
+    mode = getattr(config, "vllm_importance_sampling_mode", "")
+    if getattr(config, "loss_type", "") == "vespo" and config.settings.by_trl and mode.startswith("sequence"):
+        mistakes.append(
+            f"`vllm_importance_sampling_mode` is {mode!r} with `loss_type: vespo`, which TRL refuses. Set it to "
+            "token_truncate or token_mask."
+        )
+    return mistakes
+
+
+def _warned_about_sampler(config: Any, trainer: str, *, given: bool) -> list[str]:
+    """What to say about a file that does not make vLLM the sampler."""
+    if config.use_vllm:
+        return []
+    state = "is false" if given else "is not set, and false by default"
+    unless = "" if trainer == "rloo" else ", or passes a `rollout_func`"
+    return [
+        f"`use_vllm` {state}. Then there are no log-probabilities of a sampler, and the trainer refuses to start, unless your "
+        f"script sets it{unless}. Add `use_vllm: true`."
+    ]
+
+
+def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[str], list[str]]:
     """
-    Errors and warnings of a configuration, and its description. After an error the configuration is built again without the
+    A configuration, or `None`, its errors and its warnings. After an error the configuration is built again without the
     setting that the error is about, so that the next error is found.
     """
     import torch
@@ -164,18 +239,18 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[list[str], l
                 parser = Parser((config_class,))
                 parser.set_defaults_with_config(**given)
                 (config,) = parser.parse_args_into_dataclasses([])
-        except (ValueError, TypeError, ImportError, OSError) as error:
+        except (ArithmeticError, ValueError, TypeError, ImportError, OSError) as error:
             words = [error.field] if isinstance(error, SettingError) else []
             words += re.findall(r"\w+", str(error))
             if gone.isdisjoint(words):  # otherwise it may come from what was left out
                 errors.append(" ".join(str(error).split()))
             about = next((word for word in words if word in given and word not in here), None)
             if about is None:
-                return errors, [], ""
+                return None, errors, []
             # Also fields that mean nothing without it, as `rollout_rs_threshold` without `rollout_rs`
             parts = {name for name in given if name == about or name.startswith(f"{about}_")}
             gone |= parts
             given = {name: value for name, value in given.items() if name not in parts}
         else:
             told = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-            return errors, [] if errors else list(dict.fromkeys(told)), "" if errors else config.description
+            return (None, errors, []) if errors else (config, [], list(dict.fromkeys(told)))

@@ -1,44 +1,74 @@
 """Fields of TRL for the settings of verl outside rollout correction, as a table."""
 
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
-from ...messages import warn
+from ...messages import SettingError, warn
 from ...settings.thresholds import parse_number, parse_truth
 from .of_trl import read_value
+from .skyrl import AS_IN_VERL
 
 
 TRAINERS = {"grpo": "RolloutCorrectedGRPOTrainer", "rloo": "RolloutCorrectedRLOOTrainer"}
 _KL = "set `beta`, the coefficient of the divergence, which is in the loss of GRPO and in the reward of RLOO"
+_KL_CONTROL = (
+    "verl reads `kl_ctrl` with `use_kl_in_reward` alone, and its coefficient is TRL's `beta`. With `type: adaptive` "
+    "it changes during training, while `beta` is constant"
+)
+_CLIP_RATIO = "verl reads `clip_ratio_low` and `clip_ratio_high`, whose default is 0.2"
+_POLICY_LOSS = (
+    "TRL chooses its loss by `loss_type` (cispo, sapo and others) and `importance_sampling_level` (sequence is GSPO). "
+    "`rollout_correction: bypass_dppo_tv` and `bypass_dppo_kl` are DPPO around the sampler"
+)
+_LOGPROBS_MODE = (
+    "it decides what every ratio means. TRL asks vLLM for `processed_logprobs`, those that tokens are sampled with. In "
+    "another mode, ratios of verl are off wherever the temperature is not 1 or tokens are cut"
+)
+_QUANTISED = (
+    "write `rollout_engine_kwargs: {quantization: fp8}` for a sampler of 8 bits (`trl-rollout-corr docs quantised`). "
+    "verl's fp8 has one scale for each block of weights, which vLLM calls `fp8_per_block`"
+)
+_ENGINE = "write arguments of vLLM's engine into `rollout_engine_kwargs`, such as `{kv_cache_dtype: fp8}`"
+_OF_SAMPLER = "a setting of the sampler that changes what is sampled, or its log-probabilities, changes every ratio"
 _PENALTY = "a penalty changes what vLLM samples but not what the trainer scores, so that every ratio would be off"
 _PROMPTS = "multiplied by `rollout.n`, it is `per_device_train_batch_size` times `{}`, of all processes"
 # Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same meaning, or what there is instead
 COUNTERPARTS: dict[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("", "TRL has neither this estimator nor a value model, but GRPO and RLOO"),
     "algorithm.use_kl_in_reward": ("", _KL),
+    "algorithm.kl_ctrl": ("", _KL_CONTROL),
     "algorithm.norm_adv_by_std_in_grpo": ("scale_rewards", "it acts in GRPO only"),
     "model.path": ("model_name_or_path", ""),
     "actor.optim.lr": ("learning_rate", ""),
     "actor.ppo_epochs": ("num_iterations", ""),
     "actor.ppo_mini_batch_size": ("", _PROMPTS.format("gradient_accumulation_steps")),
+    "actor.clip_ratio": ("", _CLIP_RATIO),
     "actor.clip_ratio_low": ("epsilon", ""),
     "actor.clip_ratio_high": ("epsilon_high", ""),
     "actor.clip_ratio_c": ("delta", "TRL's RLOO has no such bound"),
+    "actor.policy_loss.loss_mode": ("", _POLICY_LOSS),
     "actor.loss_agg_mode": ("loss_type", "TRL has no such loss. For GRPO, `loss_type: dr_grpo` is the nearest"),
     "actor.use_kl_loss": ("", _KL),
     "actor.kl_loss_coef": ("", "it acts with `use_kl_loss`, and is TRL's `beta`"),
     "actor.grad_clip": ("max_grad_norm", ""),
-    "actor.tis_imp_ratio_cap": ("", "write `rollout_is: token`, and the number as `rollout_is_threshold`"),
     "actor.router_replay": ("", "`rollout_routing: replay` is R3, and nothing here is R2"),
     "rollout.n": ("num_generations", ""),
     "rollout.temperature": ("temperature", ""),
     "rollout.top_p": ("top_p", ""),
     "rollout.top_k": ("top_k", ""),
+    "rollout.min_p": ("min_p", ""),
     "rollout.repetition_penalty": ("repetition_penalty", ""),
     "rollout.presence_penalty": ("", _PENALTY),
     "rollout.frequency_penalty": ("", _PENALTY),
     "rollout.max_model_len": ("vllm_max_model_length", ""),
     "rollout.tensor_model_parallel_size": ("vllm_tensor_parallel_size", ""),
-    "rollout.quantization": ("", "vLLM samples in the precision of the trained model, not quantised"),
+    "rollout.calculate_log_probs": ("", "the trainers ask vLLM for log-probabilities in any case"),
+    "rollout.logprobs_mode": ("", _LOGPROBS_MODE),
+    "rollout.quantization": ("", _QUANTISED),
+    "rollout.engine_kwargs": ("", _ENGINE),
     "rollout.enable_rollout_routing_replay": (
         "",
         "write `rollout_routing: replay` to replay the sampler's experts (R3)",
@@ -48,51 +78,140 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "trainer.total_epochs": ("num_train_epochs", ""),
 }
 _LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+_LOSSES |= {"token_mean": "dapo", "sequence_mean": "grpo", "seq_mean_token_sum_norm": "dr_grpo"}  # SkyRL's
 _SHORT = {name.rpartition(".")[2]: name for name in COUNTERPARTS} | {"learning_rate": "actor.optim.lr"}
 _IN_LOSS = ("actor.use_kl_loss", "actor.kl_loss_coef")
 _DIVERGENCES = ("actor.use_kl_loss", "algorithm.use_kl_in_reward")
+_COEFFICIENT = 0.001  # verl's default, and SkyRL's
 _ONLY_GRPO = ("delta", "loss_type", "scale_rewards")
-_NEUTRAL = {"top_p": 1, "top_k": 0, "repetition_penalty": 1}
+_NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+# Values with which a setting means what TRL does without it
+_AS_TRL: dict[str, tuple[object, ...]] = {
+    "rollout.logprobs_mode": ("processed_logprobs",),
+    "actor.policy_loss.loss_mode": ("vanilla", "bypass_mode"),
+}
+_AS_TRL |= {"actor.router_replay": ("disabled",), "rollout.enable_rollout_routing_replay": (False, "False", "false")}
 _DISTORTS = "changes what vLLM samples but not what the trainer scores, so that every ratio is off. Neutral is {}"
+# Names that may be of a correction, and names with the same words that are not
+_OF_CORRECTION = re.compile(
+    r"(?:^|[._])(?:ratio|tis|is|importance|imp)(?:[._]|$)|mask_(?:low|high)|off_policy|rollout_corr", re.IGNORECASE
+)
+_OTHER_RATIO = re.compile(
+    r"(?:lr|warmup|steps|cov|replace|fresh|split|val|test|train|sample|clip)_ratio(?:_c|_low|_high)?\b"
+)
+# Settings of verl's sampler that change neither what is sampled nor its log-probabilities
+_OF_WORK = re.compile(
+    r"rollout\.(?:name|mode|gpu_mem|free_cache|log_prob_|max_num_|disable_log|multi_turn|agent|trace|skip)"
+)
+_LISTED, _SHOWN = 8, 30  # settings of one section, and of all, at most, that are named one by one
 
 
 def counterpart(name: str) -> str | None:
     """The setting of `COUNTERPARTS` with a dotted name, or with a name below it; its last part alone is enough."""
     name = name.removeprefix("actor_rollout_ref.")
-    parts = _SHORT.get(name.lower(), name).split(".")
-    above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((key for key in above if key in COUNTERPARTS), None)
+    name = _SHORT.get(name.lower(), name)
+    if in_verl := next((key for key in _above(name) if key in AS_IN_VERL), None):
+        name = AS_IN_VERL[in_verl] + name.removeprefix(in_verl)
+    return next((key for key in _above(name) if key in COUNTERPARTS), None)
+
+
+def _above(name: str) -> list[str]:
+    """A dotted name, and those of the sections that it is in, the longest first."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
 def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
     """TRL's fields for settings of verl outside rollout correction, with warnings about those without an exact counterpart."""
     known = {
-        name: key for name, value in settings.items() if (key := counterpart(name)) and value not in (None, "null", {})
+        name: key
+        for name, value in settings.items()
+        if (key := counterpart(name)) and value not in (None, "null", {}, *_AS_TRL.get(key, ()))
     }
     rloo = any(key == "algorithm.adv_estimator" and settings[name] == "rloo" for name, key in known.items())
     values = {key: settings[name] for name, key in known.items()}
     diverges = {key: parse_truth(read_value(values.get(key, False), key), key) for key in _DIVERGENCES}
     trl: dict[str, object] = {"beta": 0} if rloo and not any(diverges.values()) else {}  # TRL's default is above 0
     if diverges["actor.use_kl_loss"] and not rloo:
-        trl["beta"] = _read("beta", values.get("actor.kl_loss_coef", 0.001), "kl_loss_coef")  # verl's default
+        trl["beta"] = _read("beta", values.get("actor.kl_loss_coef", _COEFFICIENT), "kl_loss_coef")
+    if diverges["algorithm.use_kl_in_reward"] and rloo:
+        coefficient = next(
+            (value for name, value in settings.items() if name.endswith("kl_ctrl.kl_coef")), _COEFFICIENT
+        )
+        trl["beta"] = _read("beta", coefficient, "kl_coef")
+    adaptive = any(name.endswith("kl_ctrl.type") and value == "adaptive" for name, value in settings.items())
+    answered = {*_IN_LOSS} if "beta" in trl else set()
+    if diverges["algorithm.use_kl_in_reward"] and rloo:
+        answered |= {"algorithm.use_kl_in_reward"} if adaptive else {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl"}
+    left_out: dict[str, list[str]] = {}
     for name, key in known.items():
         value, (field, note) = settings[name], COUNTERPARTS[key]
-        if key == "algorithm.adv_estimator" and value in TRAINERS:
+        if name.endswith("._target_") or (key == "algorithm.adv_estimator" and value in TRAINERS):
             continue
-        if not diverges.get(key, True) or (key in _IN_LOSS and "beta" in trl):
+        if key in answered or not diverges.get(key, True):
+            continue
+        if key == "algorithm.kl_ctrl" and not adaptive and not name.endswith(".kl_coef"):
             continue
         exact = field and not (rloo and field in _ONLY_GRPO)
         if not exact or (read := _read(field, value, name)) is None:
-            warn(f"`{name}` is left out: {note}.", name)
+            left_out.setdefault(note, []).append(name)
             continue
         if trl.get(field, read) != read:
             warn(f"`{name}` is {value}, while another key sets `{field}` to {trl[field]}. The last one is kept.", name)
         trl[field] = read
     if "epsilon" in trl:
         trl.setdefault("epsilon_high", 0.2)  # verl's default; TRL's is `epsilon`
-    if unknown := [f"`{name}`" for name in settings if counterpart(name) is None]:
-        warn(f"{', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} left out: not about rollout correction.")
+    for note, names in left_out.items():
+        _warn_about(names, note)
+    unknown = [name for name in settings if counterpart(name) is None and not name.endswith("._target_")]
+    of_sampler = [name for name in unknown if _is_of_sampler(name)]
+    _warn_about(of_sampler, _OF_SAMPLER)
+    _warn_about([name for name in unknown if name not in of_sampler], "not about rollout correction")
     return trl
+
+
+def _is_of_sampler(name: str) -> bool:
+    name = name.removeprefix("actor_rollout_ref.")
+    is_inside = name.startswith(("rollout.", "generator.sampling_params.")) and ".val_kwargs." not in name
+    return is_inside and not _OF_WORK.match(name)
+
+
+def _warn_about(names: list[str], note: str) -> None:
+    """Warn about settings that are left out for one reason. Of a large section, only the number is told."""
+    sections = Counter(_section(name) for name in names)
+    shown = [f"`{name}`" for name in names if sections[_section(name)] <= _LISTED]
+    shown += [f"{n} settings of `{section}`" for section, n in sections.items() if n > _LISTED]
+    if len(shown) > _SHOWN:
+        shown[_SHOWN:] = [f"{len(shown) - _SHOWN} others"]
+    if names:
+        warn(f"{', '.join(shown)} {'are' if len(names) > 1 else 'is'} left out: {note}.", names[0])
+
+
+def _section(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "actor_rollout_ref" else 1])
+
+
+def suspects(settings: Mapping[str, Any]) -> list[str]:
+    """Names of settings that are left out although they may correct for the sampler, and that are not switched off."""
+    return [
+        name
+        for name, value in settings.items()
+        if counterpart(name) is None
+        and _OF_CORRECTION.search(name)
+        and not _OTHER_RATIO.search(name)
+        and not _is_off(value)
+    ]
+
+
+def _is_off(value: object) -> bool:
+    """`True` for null, false, nothing, and the numbers that mean no bound: verl's -1."""
+    if value in (None, False, {}, []) or str(value).strip().lower() in ("null", "none", "false", "no", "off", ""):
+        return True
+    try:
+        return float(str(value)) <= 0
+    except ValueError:
+        return False
 
 
 def comment(field: str, value: object) -> str:
@@ -110,6 +229,8 @@ def _read(field: str, value: object, name: str) -> object:
     if field == "loss_type":
         return _LOSSES.get(str(value))
     number = parse_number(value, name)
+    if math.isinf(number):
+        raise SettingError(name, value, allowed="a finite number")
     if field == "top_k":
         number = max(number, 0.0)  # vLLM's -1 is TRL's 0
     return int(number) if number.is_integer() else number

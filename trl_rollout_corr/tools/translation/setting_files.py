@@ -1,12 +1,13 @@
 """Files and arguments with settings, of this package and of other tools, and their translation. No torch."""
 
+import os
 import re
+import stat
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,15 +18,33 @@ from ...settings.fields import FIELDS
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ..text import yaml_lines
-from .counterparts import TRAINERS, comment, counterpart, to_trl
+from .counterparts import TRAINERS, comment, counterpart, suspects, to_trl
 from .of_trl import from_trl
-from .verl import NOT_SET, from_verl, split_verl
+from .skyrl import from_skyrl, is_skyrl
+from .verl import NOT_SET, from_verl, split_verl, with_divergence
 
 
 _OVERRIDE = re.compile(r"\+{0,2}([^\s=~+-][^\s=]*)=(.*)", re.DOTALL)
 _PYTHON = re.compile(r"^#!.*python|^import \w|^from [\w.]+ import ", re.MULTILINE)
 _SHELL = re.compile(r"^#!.*sh\b|^\s*(export )?\+{0,2}[\w.]+=\S|verl\.trainer", re.MULTILINE)
+# The section that only verl has, and those that arguments of its command may be of
+_ONLY_VERL = ("actor_rollout_ref.",)
 _OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
+# Names of which one makes a file TRL's or Axolotl's
+_OF_TRL = {
+    "base_model",
+    "model_name_or_path",
+    "num_generations",
+    "output_dir",
+    "per_device_train_batch_size",
+    "plugins",
+    "use_vllm",
+    "vllm_mode",
+}
+# The command of a script that starts the training, such as `python3 -m verl.trainer.main_ppo`
+_STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
+_MOST_CHARACTERS, _MOST_VALUES, _LONGEST_NUMBER = 1_000_000, 100_000, 400
+_OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _TRL = "vllm_importance_sampling_"
 # In effect of the fields that no preset decides
 _DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
@@ -34,34 +53,86 @@ _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 def read_yaml(text: str) -> Any:
     """Content of YAML. A shell script or a Python file, and text that is neither, are a `ValueError` of one line."""
-    problem, content = "", None
+    return read_document(text)[0]
+
+
+def read_document(text: str) -> tuple[Any, yaml.Node | None]:
+    """Content of YAML, and the tree that it was made of."""
+    problem, content, node = "", None, None
     try:
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            _count_values(node, {})
+            content = loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = f"{f'line {mark.line + 1}: ' if mark else ''}not YAML: {getattr(error, 'problem', None) or error}"
     except RecursionError:
         problem = "not YAML that a person wrote: its brackets are nested too deeply"
+    except ValueError as error:
+        problem = f"not YAML that can be read: {error}"
+    except (ArithmeticError, AttributeError, LookupError, TypeError):  # PyYAML checks few values
+        problem = "not YAML that can be read: a value does not fit its tag"
     if not isinstance(content, Mapping):
         if _PYTHON.search(text):
             raise ValueError(
                 "This is a Python file: copy its settings into a YAML file, one `key: value` in each line."
             )
         if _SHELL.search(text):
-            raise ValueError(
-                "This is a shell script: put `trl-rollout-corr convert` in the place of `python3 -m verl.trainer.main_ppo` in "
-                "it, and run it. Then the shell expands its variables."
-            )
+            raise ValueError(_about_script(text))
     if problem:
         raise ValueError(problem)
-    return content
+    return content, node
 
 
-def _read_file(path: str) -> str:
+def _about_script(text: str) -> str:
+    """What to do with a shell script: the command that starts the training in it, by its name."""
+    started = _STARTS.search(text)
+    command = f"`{' '.join(started[0].split())}`" if started else "the command that is given the settings"
+    return (
+        f"This is a shell script: put `trl-rollout-corr convert` in the place of {command} in a copy of it, and run that. "
+        "Then the shell expands its variables."
+    )
+
+
+def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
+    """Number of values below a node, in which an alias counts as what it stands for. Too many are a `ValueError`."""
+    if id(node) in counted:
+        known = counted[id(node)]
+        if known is None:
+            raise ValueError("a value contains itself")
+        return known
+    counted[id(node)] = None
+    count = 1
+    if isinstance(node, yaml.CollectionNode):
+        below = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+        count += sum(_count_values(part, counted) for part in below)
+    elif node.tag.endswith(":int") and len(node.value) > _LONGEST_NUMBER:
+        raise ValueError(f"line {node.start_mark.line + 1} has a number of {len(node.value)} digits")
+    if count > _MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_VALUES:,} values, with those that aliases repeat")
+    counted[id(node)] = count
+    return count
+
+
+def read_file(path: str) -> str:
+    """Text of a file of settings, or of standard input for `-`. What no person wrote is a `ValueError` of one line."""
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path == "-":
+            text = sys.stdin.read(_MOST_CHARACTERS + 1)
+        else:
+            mode = os.stat(path).st_mode
+            # A pipe of the shell, `<(...)`, has a writer; another one may wait for it forever
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or path.startswith(_OPEN_FILES)):
+                raise ValueError("it is no regular file, but a device, a socket or a named pipe")
+            with open(path, encoding="utf-8") as file:
+                text = file.read(_MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"not YAML: {error}") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters, and no file of settings is as long")
+    return text
 
 
 # Settings of other tools ----------------------------------------------------------------------------------------------
@@ -69,57 +140,115 @@ def _read_file(path: str) -> str:
 
 def convert(arguments: list[str]) -> str:
     """
-    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of verl, to
-    YAML of this package and of TRL. A warning names each setting of verl that is left out. The whole YAML of TRL or Axolotl
+    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of verl or
+    SkyRL, to YAML of this package and of TRL. A warning names each setting that is left out. The whole YAML of TRL or Axolotl
     comes back.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
-        content = read_yaml(_read_file(arguments[0]))
+        text = read_file(arguments[0])
+        content, node = read_document(text)
         if isinstance(content, Mapping):
             of_trl = content["trl"] if isinstance(content.get("trl"), Mapping) else content
             has_trl = any(str(key).startswith(_TRL) for key in of_trl)
             if has_trl and FIELDS.isdisjoint(content):
-                return _convert_trl(content, of_trl)
-            if has_trl or content.keys() & {"output_dir", "model_name_or_path", "plugins"}:
+                return _convert_trl(text, content, node, of_trl)
+            if has_trl or content.keys() & _OF_TRL:
                 found = "fields of this package" if has_trl else f"none of TRL's `{_TRL}*`"
                 raise ValueError(f"it has {found} and needs no conversion")
-        return _convert_verl(dict(_leaves(content)))
-    return _convert_verl(_read_overrides(arguments))
+        return _convert_settings(dict(_leaves(content)), _ONLY_VERL)
+    return _convert_settings(_read_overrides(arguments), _OF_VERL)
 
 
-def _convert_trl(content: Mapping[str, Any], of_trl: Mapping[str, Any]) -> str:
-    """The whole YAML of TRL, or of Axolotl with TRL's fields below `trl`, with our fields in the place of TRL's."""
-    theirs = {key: value for key, value in of_trl.items() if str(key).startswith(_TRL)}
-    fields = from_trl(theirs)
-    RolloutCorrectionConfig(**fields)  # raises an error if a value is refused
-    changed = {key: value for key, value in content.items() if key not in theirs}
-    if of_trl is not content:
-        changed["trl"] = {key: value for key, value in of_trl.items() if key not in theirs}
-        changed["plugins"] = list(dict.fromkeys([*(content.get("plugins") or []), _PLUGIN]))
-    return yaml.safe_dump(
-        {**changed, **fields}, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None
+def system_of(content: Mapping[str, Any]) -> str:
+    """Name of the system whose whole configuration a file is; empty for TRL's and for all that are not known."""
+    settings = dict(_leaves(content))
+    if is_skyrl(settings):
+        return "SkyRL"
+    if any(name.startswith((*_ONLY_VERL, "algorithm.rollout_correction")) for name in settings):
+        return "verl"
+    return "Axolotl" if "base_model" in content and isinstance(content.get("trl"), Mapping) else ""
+
+
+def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
+    """
+    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, with the line that keeps TRL's own correction. Comments and
+    all other lines stay.
+    """
+    from_trl({key: value for key, value in of_trl.items() if str(key).startswith(_TRL)})  # an error if one is refused
+    expected = {**content, "rollout_correction": "trl"}
+    lines = "rollout_correction: trl\n"
+    if of_trl is not content and _PLUGIN not in (plugins := content.get("plugins") or []):
+        if not isinstance(plugins, list):
+            raise SettingError("plugins", plugins, allowed="a list of names")
+        expected["plugins"] = [*plugins, _PLUGIN]
+        lines += "" if plugins else f"plugins:\n- {_PLUGIN}\n"
+        text = _with_plugin(text, node) if plugins else text
+    edited = text.rstrip() + "\n" + lines
+    with suppress(ValueError):
+        if read_yaml(edited) == expected:
+            return edited
+    warn("The file cannot be edited line by line, so that it is written anew, without its comments.")
+    return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+
+
+def _with_plugin(text: str, node: yaml.Node | None) -> str:
+    """The text of a file of Axolotl with one more entry in its list of plugins."""
+    assert isinstance(node, yaml.MappingNode)
+    [plugins] = [value for key, value in node.value if key.value == "plugins"]
+    last = plugins.value[-1]
+    if plugins.flow_style:
+        return f"{text[: last.end_mark.index]}, {_PLUGIN}{text[last.end_mark.index :]}"
+    lines = text.splitlines(keepends=True)
+    lines[last.end_mark.line] = lines[last.end_mark.line].rstrip("\n") + "\n"
+    return "".join(
+        [
+            *lines[: last.end_mark.line + 1],
+            f"{' ' * plugins.start_mark.column}- {_PLUGIN}\n",
+            *lines[last.end_mark.line + 1 :],
+        ]
     )
 
 
-def _convert_verl(settings: Mapping[str, object]) -> str:
-    """Fields of this package and of TRL for dotted names of verl."""
-    section, others = split_verl(settings)
-    if section is NOT_SET:
-        if not any(counterpart(name) or name.startswith(_OF_VERL) for name in others):
-            raise ValueError(
-                f"it has no settings of verl, such as `algorithm.rollout_correction`, and none of TRL's `{_TRL}*`"
+def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> str:
+    """Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are `of_verl`."""
+    fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, of_verl)
+    in_effect = RolloutCorrectionConfig(**fields).settings
+    if not (in_effect.corrects or in_effect.rollout_metrics_only):
+        if doubtful := suspects(others):
+            raise SettingError(
+                doubtful[0],
+                others[doubtful[0]],
+                "which may correct for the sampler, and cannot be translated. Nothing else does, so that the result would "
+                "train without a correction",
+                remedy="Choose one (`trl-rollout-corr docs choosing`), or leave this setting out.",
             )
-        warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
-        section = None
-    fields = from_verl(section)
+        if is_skyrl(settings):
+            warn("SkyRL does not correct with these settings, so that correction is off here as well.")
     trl = to_trl(others)
-    RolloutCorrectionConfig(**fields)
-    trainer = TRAINERS.get(str(next((x for name, x in others.items() if name.endswith("adv_estimator")), "")))
+    trainer = TRAINERS.get(
+        str(next((x for name, x in others.items() if counterpart(name) == "algorithm.adv_estimator"), ""))
+    )
     lines = ["use_vllm: true", yaml_lines(fields).rstrip()]
     for field, value in trl.items():
         note = comment(field, value)
         lines.append(yaml_lines({field: value}).rstrip() + (f"  # {note}" if note else ""))
     return "\n".join([f"# for {trainer}"] * bool(trainer) + lines) + "\n"
+
+
+def _read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, object]]:
+    """Fields for dotted names of verl, and the other settings."""
+    section, others = split_verl(settings)
+    if section is NOT_SET:
+        if not any(name.startswith(of_verl) or (of_verl is _OF_VERL and counterpart(name)) for name in settings):
+            doubtful = suspects(others)
+            of_others = f", and `{doubtful[0]}` is not translated" if doubtful else ""
+            raise ValueError(
+                "it has no settings of verl (`actor_rollout_ref`, `algorithm.rollout_correction`) or SkyRL "
+                f"(`trainer.algorithm`), and none of TRL's `{_TRL}*`{of_others}"
+            )
+        warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
+        section = None
+    return with_divergence(from_verl(section), others), others
 
 
 def _leaves(content: object, above: str = "") -> Iterator[tuple[str, object]]:
@@ -156,8 +285,8 @@ def _read_argument(key: str, text: str) -> object:
     """Value of an argument: text, without quotes that the shell has left, or a list or a mapping."""
     if text[:1] in ("[", "{", "'", '"'):
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
+            return read_yaml(text)
+        except ValueError:
             raise SettingError(key, text, "which is not closed", remedy="Check its quotes and brackets.") from None
     if re.search(r"\s[+~]{0,2}[\w.]+=", text):
         remedy = 'Write the variable that holds them without quotes, or an array as `"${ARGUMENTS[@]}"`.'
@@ -173,7 +302,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            document = read_yaml(_read_file(path))
+            document = read_yaml(read_file(path))
             fields = _own_fields(document) if isinstance(document, Mapping) else {}
             if not fields or isinstance(fields.get("rollout_correction"), Mapping):
                 ours = "it has no setting of this package, such as `rollout_correction: auto`"

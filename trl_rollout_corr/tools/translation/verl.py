@@ -58,6 +58,10 @@ FIRST_PRESETS: dict[str, dict[str, Any]] = {
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 # Loss of bypass mode in the first version of the section, and in its next one
 _PURE = ("use_pure_rollout_correction", "use_policy_gradient")
+# Where verl puts its section for the loss, and the cap of the weights of tokens in its first weeks and in FlashRL's patch
+_IN_LOSS = "actor_rollout_ref.actor.policy_loss."
+_CAPS = ("tis_imp_ratio_cap", "imp_ratio_cap")
+_LOSSES = ("ppo_clip", "reinforce")  # other systems have a `loss_type`, too
 NOT_SET = object()
 
 
@@ -195,14 +199,72 @@ def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object
     keys = [*VERL_KEYS, *FIRST_KEYS]
     names = [*keys, *(f"algorithm.rollout_correction.{key}" for key in keys)]
     for name, value in settings.items():
-        inside = name.removeprefix("algorithm.")
+        # verl copies the section into the loss. Some scripts set it there alone
+        inside = name.removeprefix("algorithm.").removeprefix(_IN_LOSS)
         key = inside.removeprefix("rollout_correction.")
         if inside == "rollout_correction":
-            whole = value
-        elif key in keys or key != inside:
-            section[key] = value
-        elif near := difflib.get_close_matches(name, names, 1, 0.85):
+            whole = whole if name.startswith(_IN_LOSS) and str(value).startswith("${") else value
+        elif key != inside or (key in keys and not (key == "loss_type" and value not in _LOSSES)):
+            section[key] = section.get(key, value) if name.startswith(_IN_LOSS) else value
+        elif key != "loss_type" and (near := difflib.get_close_matches(name, names, 1, 0.85)):
             raise SettingError(name, value, "which verl does not have", remedy=f"Did you mean `{near[0]}`?")
         else:
             others[name] = value
-    return section or whole, others
+    return _with_older(section or whole, others)
+
+
+def _with_older(section: object, others: dict[str, object]) -> tuple[object, dict[str, object]]:
+    """The section with what verl had outside of it: a cap of the weights of tokens, and the sampler's log-probabilities."""
+    given = {} if section is NOT_SET else section
+    if not isinstance(given, Mapping):
+        return section, others
+    older: dict[str, object] = {}
+    rest = dict(others)
+    prefixes = ("actor_rollout_ref.", "actor.", "async_training.")
+    for name, value in others.items():
+        key = name
+        for prefix in prefixes:
+            key = key.removeprefix(prefix)
+        if key in _CAPS:
+            del rest[name]
+            cap = read_value(value, name)
+            if cap is not None and parse_number(cap, name) > 0:  # verl's default is -1
+                older |= {"rollout_is": "token", "rollout_is_threshold": value}
+        elif key in ("use_rollout_log_probs", "compute_prox_log_prob"):
+            del rest[name]
+            older[key] = parse_truth(read_value(value, name), name)
+    around_sampler, proximal = (older.pop(key, False) for key in ("use_rollout_log_probs", "compute_prox_log_prob"))
+    if around_sampler and not proximal:
+        older["bypass_mode"] = True
+    if is_first(given) and older:
+        raise SettingError(
+            "rollout_is", given.get("rollout_is"), "beside newer settings of verl", remedy="Remove one."
+        )
+    for key, value in older.items():
+        if given.get(key) not in (None, value, "null", False) and key != "rollout_is_threshold":
+            warn(
+                f"`{key}` is {given[key]!r} in `rollout_correction`, so that {value!r} of an older setting is left out.",
+                key,
+            )
+    unset = {key for key in older if given.get(key) in (None, "null", False)}
+    if "rollout_is" in unset and "rollout_is" in older:
+        unset.add("rollout_is_threshold")
+    added = {key: value for key, value in older.items() if key in unset}
+    return ({**given, **added} if added else section), rest
+
+
+def with_divergence(fields: dict[str, Any], others: dict[str, object]) -> dict[str, Any]:
+    """Fields with verl's loss `dppo_tv` or `dppo_kl` around the sampler, whose clip ratios are bounds of a divergence."""
+    mode = next((value for name, value in others.items() if name.endswith("policy_loss.loss_mode")), None)
+    if mode not in ("dppo_tv", "dppo_kl") or not fields.get("bypass_mode"):
+        return fields
+    values: dict[str, object] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # of verl's YAML
+    for name in [*others]:
+        if (key := name.rpartition(".")[2]) in (*values, "loss_mode"):
+            values[key] = others.pop(name)
+    bounds = [parse_number(values[f"clip_ratio_{side}"], f"clip_ratio_{side}") for side in ("low", "high")]
+    preset = {
+        "rollout_correction": f"bypass_{mode}",
+        "rollout_is_threshold": parse_weight_threshold(values["clip_ratio_c"]),
+    }
+    return {**preset, "rollout_rs_threshold": [bounds]}
