@@ -84,7 +84,7 @@ def names_to_remove(text):
 
 def follow(mode, text):
     """Set each value that a text names, and see that it is in effect; and that other fields exist."""
-    text = re.sub(r"The run has this already: .*?`\. |`generation_kwargs`", "", text)
+    text = re.sub(r"The run uses this already: .*?`\. |`generation_kwargs`", "", text)
     removed = names_to_remove(text)
     for name, value in values_in(text):
         config = of_mode(mode, removed, **{name: value})

@@ -426,7 +426,7 @@ def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_pa
         printed = capsys.readouterr().out
         assert "Diagnosis of step 1. Possible: weights that differ from the trainer's" in printed
         assert ("rollout_correction: auto" in printed) == advised
-        assert ("The run has a correction for the rest" in printed) != advised
+        assert ("The run corrects for the rest already" in printed) != advised
         folder = {"rollout_dump_dir": str(tmp_path / "another")} if dumped else {}
 
 

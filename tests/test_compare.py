@@ -190,7 +190,7 @@ def rows_of(*arguments) -> list[str]:
 def test_a_run_is_not_advised_the_settings_that_it_has(tmp_path):
     found = document(make_dump(tmp_path / "healthy", settings={"rollout_correction": "auto"}))["recommendation"]
     assert (found["row"], found["fields"]) == ("this run", {})
-    assert "The run has the settings of `auto` already." in found["why"]
+    assert "The run uses the settings of `auto` already." in found["why"]
     changed = {"rollout_correction": "auto", "rollout_rs": "token_tv", "rollout_rs_threshold": [[0.3, 0.3]]}
     found = document(make_dump(tmp_path / "changed", settings=changed))["recommendation"]
     assert found["fields"] == {"rollout_correction": "auto"}
@@ -215,7 +215,7 @@ def test_what_stops_at_broken_tokens_has_no_numbers(tmp_path, capsys):
     folder = str(make_dump(tmp_path / "dump", broken=1, sampled=32))
     assert main(["compare", folder, "--config", str(path)]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"^3 of \d+ tokens have a log-probability that is not finite\.$", output, re.MULTILINE)
+    assert re.search(r"^3 of \d+ tokens lack a finite log-probability\.$", output, re.MULTILINE)
     assert f"{path}: `rollout_nan_policy: raise` ends the run at these sequences." in output
     assert outcomes(folder, "--config", path)[str(path)] == dict.fromkeys(NUMBERS)
     assert all(value == value for row in outcomes(folder).values() for value in row.values())
@@ -223,10 +223,10 @@ def test_what_stops_at_broken_tokens_has_no_numbers(tmp_path, capsys):
 
 def test_notes_say_what_the_numbers_are(tmp_path):
     text = compare(make_dump(tmp_path / "a", settings={"rollout_correction": "bypass_pg_is"}))
-    assert "The run: bypass, reinforce; the trainer's log-probabilities are those of the current policy." in text
+    assert "The run: bypass, reinforce; the trainer's log-probabilities come from the current policy." in text
     text = compare(make_dump(tmp_path / "b", settings={"rollout_is": "token", "rollout_metrics_only": True}))
-    assert "The run: decoupled; the trainer's log-probabilities are those of the old policy." in text
-    assert "This run has `rollout_metrics_only`" in text
+    assert "The run: decoupled; the trainer's log-probabilities come from the old policy." in text
+    assert "This run only measures (`rollout_metrics_only`)" in text
     folder = make_dump(tmp_path / "c", group=1)  # alone in its group, every advantage is 0
     assert "there is no gradient to compare" in compare(folder)
     assert outcomes(folder)["decoupled_token_is"]["cosine"] is None
@@ -314,7 +314,7 @@ def test_a_gap_without_effect_needs_no_other_settings(spread, tmp_path):
     folder = make_dump(tmp_path / "dump", spread=spread)
     text = compare(folder)
     assert "| this run (recommended)" in text
-    assert "Recommended: this run. The log-ratio has a root mean square of" in text
+    assert "Recommended: this run. The root mean square of the log-ratio is" in text
     assert "A correction would change nothing." in text
     assert document(folder)["recommendation"]["fields"] == {}
     assert document(folder)["suggestion"] is None

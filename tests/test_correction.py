@@ -151,7 +151,8 @@ def test_weights_by_sign_need_advantages_and_one_per_sequence_for_sequence_weigh
     batch = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
     fields = {"rollout_is_threshold": [[0, 1], [1, 1]], "rollout_is_clamp": True}
     with pytest.raises(
-        ValueError, match=r"`rollout_is_threshold` has bounds that depend .* of shape \(2,\) or \(2, 3\), got None"
+        ValueError,
+        match=r"`rollout_is_threshold` contains bounds that depend .* of shape \(2,\) or \(2, 3\), got None",
     ):
         correct(*batch, **fields)
     with pytest.raises(ValueError, match=r"pass `advantages` of shape \(2,\), got \(2, 3\)"):

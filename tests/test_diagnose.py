@@ -672,7 +672,7 @@ def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, c
     assert main(["diagnose", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Expected: the sampler is up to 4 optimizer steps old, and the run corrects for it.")
-    assert "Nothing, because the run has a correction." in said
+    assert "Nothing, because the run corrects for it already." in said
     assert "rollout_correction" not in said
     assert diagnose(read_tokens(folder)).size > LARGE
     (folder / dump.LOGS).unlink()  # without a log, nobody knows whether the run is healthy
@@ -747,9 +747,9 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
     assert advised("unknown") == (cause.remedy, {**source, **preset})
     off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
     assert advised("none", mask_truncated_completions=False, **off) == (cause.remedy, {**source, **preset})
-    done = f"The run has this already: `mask_truncated_completions: true`. {cause.otherwise}"
+    done = f"The run uses this already: `mask_truncated_completions: true`. {cause.otherwise}"
     assert advised("source", **source, **off) == (done, preset)
-    rest = "The run has a correction for the rest."
+    rest = "The run corrects for the rest already."
     assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
     assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
     assert advised("both", **source, bypass_mode=True) == (f"{done} {rest}", {})
@@ -770,7 +770,7 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
     run = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset.get("rollout_correction")).settings)
     text, settings = advice(**{**run, **cause.settings})
     assert settings == {}
-    assert text.startswith("The run has this already: " if cause.settings else cause.remedy)
+    assert text.startswith("The run uses this already: " if cause.settings else cause.remedy)
     assert cause.otherwise in text
     assert bool(cause.otherwise) == bool(cause.settings)
 
@@ -1050,7 +1050,7 @@ def test_a_corrected_run_is_not_told_to_correct(other_weights, capsys):
     main(["diagnose", str(other_weights(lag=4))])
     text = capsys.readouterr().out
     assert "rollout_correction" not in text
-    assert "he run has a correction" in text
+    assert "he run corrects for " in text
 
 
 def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(maker, right, benchmark):

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -271,7 +272,7 @@ def given_answers(document: str) -> list[tuple[str, set[str]]]:
     *before, _ = re.split(r"<!-- answer: .+? -->", text)
     names = re.findall(r"<!-- answer: (.+?) -->", text)
     # from the beginning of the cell, or of the part of the sentence
-    parts = [re.split(r"\||[.,;] |[。，；：]", re.sub(r"<!--.*?-->", "", part))[-1] for part in before]
+    parts = [re.split(r"\||[.,;] |[。，；：]", re.sub(r"<!--.*?-->", "", part))[-1] for part in before]  # noqa: RUF001
     return [(name, code_in(part)) for name, part in zip(names, parts, strict=True)]
 
 
@@ -339,7 +340,7 @@ def faults_of_words(document: str) -> list[str]:
     """Words that TRL's documents hardly use: "has" and "have" above 4 in 1,000 words, "those of", "that of" and "beside"."""
     text = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", "\n".join(shown_lines(document))))
     words = re.findall(r"[a-z']+", text.lower())
-    pairs = {" ".join(pair) for pair in zip(words, words[1:], strict=False)}
+    pairs = {" ".join(pair) for pair in pairwise(words)}
     share = 1000 * (words.count("has") + words.count("have")) / len(words)
     found = sorted(pairs & {"those of", "that of"}) + ["beside"] * ("beside" in words)
     return found + [f"{share:.1f} has or have in 1,000 words"] * (share >= 4)

@@ -331,7 +331,7 @@ def test_a_run_that_is_started_again_leaves_the_rows_of_the_first_and_says_where
     before = content(dump)
     for number in (2, 3):
         with saying(
-            caplog, rf"The dump of this run goes to '.*dump-{number}': '.*dump' .* has the dump of the run .*run'"
+            caplog, rf"The dump of this run goes to '.*dump-{number}': '.*dump' .* contains the dump of the run .*run'"
         ):
             make(rollout_dump_dir=str(dump), max_steps=number).train()
     assert content(dump) == before
@@ -342,7 +342,7 @@ def test_a_run_that_is_started_again_leaves_the_rows_of_the_first_and_says_where
     ]
     assert open_dump(tmp_path / "run").path.name == "dump-3"
     assert main(["report", str(tmp_path / "run"), "-o", output]) == 0
-    assert open_dump(dump).damage == [f"{str(tmp_path / 'run/dump-3')!r} has the dump of a later run"]
+    assert open_dump(dump).damage == [f"{str(tmp_path / 'run/dump-3')!r} contains the dump of a later run"]
 
 
 def test_a_second_training_of_a_trainer_has_a_folder_of_its_own(make, tmp_path):
@@ -567,7 +567,7 @@ def test_other_versions_are_refused(tmp_path):
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT.encode(): b"3"}), path)
     with pytest.raises(
-        ValueError, match=r"step-00000001-rank-00000.parquet has version 3 .* this release reads version 4$"
+        ValueError, match=r"step-00000001-rank-00000.parquet is in version 3 .* this release reads version 4$"
     ):
         read_dump(tmp_path)
 
@@ -667,9 +667,9 @@ DAMAGE = {
     "metadata that is no object": (metadata("settings", "[1]"), "`settings` is not a JSON object"),
     "metadata of brackets": (metadata("about", DEEP), "its brackets are nested too deeply"),
     "metadata of another kind": (metadata("about", '{"model": {"a": 1}, "kv_cache_dtype": [1]}'), NOTHING_IS_WRONG),
-    "no mask": (column("mask", None), "has no column `mask`"),
+    "no mask": (column("mask", None), "lacks the column `mask`"),
     "too few texts": (column("tokens", lambda tokens: tokens[:-1]), "lists of different lengths, `mask` and `tokens`"),
-    "no step": (column("step", lambda step: None), "a row has no `step`"),
+    "no step": (column("step", lambda step: None), "a row lacks `step`"),
     "an infinite step": (line('{"step": 1e400, "rollout_corr/k3_kl": 1}'), NOTHING_IS_WRONG),
     "a step that is not a number": (line('{"step": NaN, "rollout_corr/k3_kl": 1}'), NOTHING_IS_WRONG),
     "an integer of 400 digits": (line('{"step": 4, "rollout_corr/k3_kl": 1' + 400 * "0" + "}"), NOTHING_IS_WRONG),

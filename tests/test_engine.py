@@ -60,7 +60,7 @@ COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu"
 @pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
 def test_arguments_that_vllm_does_not_have_are_refused_before_it_starts(tmp_path, config_class):
     fields = {"output_dir": str(tmp_path), **COLOCATED}
-    message = r"'enforce_egaer', which is no argument of the engine of vLLM \d.* Did you mean 'enforce_eager'\?"
+    message = r"'enforce_egaer', which is not an engine argument of vLLM \d.* Did you mean 'enforce_eager'\?"
     with pytest.raises(ValueError, match=message):
         config_class(**fields, rollout_engine_kwargs={"enforce_egaer": True})
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def test_what_cannot_be_looked_up_is_left_to_vllm(monkeypatch):
     [
         (
             {"speculative_config": {"method": "ngram"}},
-            "'speculative_config'. Perhaps the log-probabilities are not those",
+            "'speculative_config'. Perhaps the log-probabilities belong",
         ),
         ({"logits_processors": ["a.B"]}, "'logits_processors'. A processor of logits changes what vLLM samples"),
         (

@@ -117,7 +117,7 @@ def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
     assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
     assert "has already risen from 0.6 under the sampler to 0.8" in banner
     assert (
-        "If they belong to a format that has to be learned, raise the bound of token_tv in rollout_rs_threshold (now 0.2), or "
+        "If they belong to a format that must be learned, raise the bound of token_tv in rollout_rs_threshold (now 0.2), or "
         "push the model weights to the sampler more often."
     ) in banner
     assert "A dump cannot tell" in banner
@@ -130,7 +130,7 @@ def test_the_bound_of_the_sign_is_named(tmp_path):
     assert "of the 46 rejected tokens with a negative advantage are" in banner
     assert "has already fallen from 0.6 under the sampler to 0.2" in banner
     assert (
-        "If they have to be unlearned faster, raise the bound of token_tv in rollout_rs_threshold (now 0.05), or"
+        "If they must be unlearned faster, raise the bound of token_tv in rollout_rs_threshold (now 0.05), or"
         in banner
     )
 

@@ -185,7 +185,7 @@ def test_settings_are_those_that_differ_from_the_run():
         "cast_lm_head_to_fp32": True, "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32"}},
     }  # fmt: skip
     assert tried[FLOAT32]["rollout_engine_kwargs"] == {"dtype": "float32"}
-    assert {"attention of the trainer: eager", "cache in 8 bits", "weights of the sampler in 8 bits"} <= tried.keys()
+    assert {"attention of the trainer: eager", "cache in fp8", "weights of the sampler in fp8"} <= tried.keys()
     assert candidates(FACTS, quick=True).keys() < tried.keys()
     whole = {"trainer_dtype": "float32", "sampler_dtype": "float32"}
     assert candidates({**FACTS, "about": whole}, quick=True).keys() == {SERVER}

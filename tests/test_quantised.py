@@ -186,7 +186,7 @@ def test_a_server_quantises_weights_that_come_through_files(make, tiny_model_pat
 
 def test_an_unknown_scheme_is_refused_with_the_nearest_name():
     with pytest.raises(
-        ValueError, match=r"`quantization: fp8_per_chanel`, which is none of .*Did you mean 'fp8_per_channel'"
+        ValueError, match=r"`quantization: fp8_per_chanel`, which is not a scheme .*Did you mean 'fp8_per_channel'"
     ):
         check_scheme("fp8_per_chanel", {})
 

@@ -229,8 +229,10 @@ def test_of_several_dumps_the_latest_is_taken_and_the_others_are_named(tmp_path,
         for file in folder.iterdir():
             os.utime(file, (1e9 - i, 1e9 - i))
     page, error = damage_of(tmp_path / "runs", tmp_path / "report.html", capsys)
-    assert error == f"warning: {tmp_path / 'runs'}: it also has the dumps `a`, `c`. Name two of them to see both.\n"
-    assert "It also has the dumps" in page.text
+    assert (
+        error == f"warning: {tmp_path / 'runs'}: it also contains the dumps `a`, `c`. Name two of them to see both.\n"
+    )
+    assert "It also contains the dumps" in page.text
     assert "Dumped steps1, in b" in page.text
     assert "Logged steps1, 1 logging window" in page.text
 
@@ -456,7 +458,9 @@ def test_the_overview_has_every_alarm_and_numbers_them_as_the_findings(dump, pag
     assert re.findall(r'class="number">(\d+)<', text) == [str(i) for i, _ in enumerate(findings, 1)]
     marks = sorted((finding.step, str(i), finding.bound) for i, finding in enumerate(findings, 1))
     told = ", ".join(f"{name} ({rule}) at step {step}" for step, name, rule in marks)
-    assert f"Dashed red lines mark the first alarms. They have the numbers of the findings: {told}." in page.text
+    assert (
+        f"Dashed red lines mark the first alarms. Their numbers are the numbers of the findings: {told}." in page.text
+    )
 
 
 def log_of(**metrics) -> pd.DataFrame:
@@ -834,8 +838,14 @@ def _unknown_setting(folder, dump):
         (_text("other.json", "[1, 2]"), "other.json is JSON, but not the state of a trainer"),
         (_text("other.json", '{"log_history": 1}'), "other.json is JSON, but not the state of a trainer"),
         (_text("trainer_state.json", '{"log_history": []}'), "trainer_state.json holds no log entries yet"),
-        (_text("trainer_state.json", '{"log_history": [{"step": 1, "loss": 1}]}'), "has no `rollout_corr/` metrics"),
-        (_text("trainer_state.json", '{"log_history": [{"rollout_corr/kl": 1}]}'), "has no log entry with a step"),
+        (
+            _text("trainer_state.json", '{"log_history": [{"step": 1, "loss": 1}]}'),
+            "contains no `rollout_corr/` metrics",
+        ),
+        (
+            _text("trainer_state.json", '{"log_history": [{"rollout_corr/kl": 1}]}'),
+            "contains no log entry with a step",
+        ),
         (_text("notes.txt", "hello\nworld"), "notes.txt is damaged, or it is not a Parquet file"),
         (_truncated, "step-00000001-rank-00000.parquet is damaged, or it is not a Parquet file"),
         (_of_another_tool, "data.parquet is a Parquet file, but `rollout_dump_dir` did not write it"),

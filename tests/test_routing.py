@@ -216,7 +216,7 @@ def test_chunks_take_their_own_rows():
     torch.testing.assert_close(torch.cat(parts), whole)
     assert len(flipped) == 2
     with (
-        pytest.raises(RuntimeError, match="a batch with gradient has several forward passes"),
+        pytest.raises(RuntimeError, match="a batch with gradient runs several forward passes"),
         replay.over(model, routes),
     ):
         model(input_ids=IDS[:1])
@@ -229,7 +229,7 @@ def test_other_routers_are_refused_by_name():
         granite = GraniteMoeSharedForCausalLM(GraniteMoeSharedConfig(**SIZES, num_local_experts=4))
     with pytest.raises(ValueError, match=r"the model routes with .*`GraniteMoeSharedTopKRouter`"):
         find_routers(granite)
-    with pytest.raises(ValueError, match="the model has no router"):
+    with pytest.raises(ValueError, match="the model contains no router"):
         find_routers(Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if "moe" not in k})))
 
 
@@ -460,7 +460,7 @@ def test_a_resumed_run_replays(make, tmp_path):
 
 
 def test_a_sampler_without_routes_is_refused_at_its_first_generation(make):
-    with pytest.raises(ValueError, match=r"\d+ of \d+ tokens of the loss have no routes, so nothing .*keep_routes"):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ tokens of the loss lack routes, so nothing .*keep_routes"):
         make(turn="unknown").train()
 
 
@@ -475,7 +475,7 @@ def test_missing_routes_do_not_end_a_run_that_replays(make, caplog, turn):
         return sample(prompts, trainer)
 
     trainer.rollout_func = losing
-    with saying(caplog, r"tokens of the loss have no routes: the trainer chooses their experts itself"):
+    with saying(caplog, r"tokens of the loss lack routes: the trainer chooses their experts itself"):
         trainer.train()
     assert len([message for message in messages(caplog) if "no routes" in message]) == 1
     assert len(logged(trainer, "routing_flipped_fraction")) == 3
@@ -558,7 +558,7 @@ def test_a_model_that_was_replaced_is_refused(make):
 
 
 def test_a_dense_model_is_refused(tiny_model_path, tmp_path):
-    with pytest.raises(ValueError, match="the model has no router"):
+    with pytest.raises(ValueError, match="the model contains no router"):
         build_trainer(
             *TRAINERS["grpo"],
             tiny_model_path,

@@ -70,7 +70,7 @@ def test_misspelt_options_of_sampling_are_refused_before_vllm_starts(config_clas
     fields = config_fields(tmp_path, use_vllm=True, generation_kwargs={"min_token": 3})
     with pytest.raises(ValueError, match=r"`generation_kwargs` has 'min_token', .* Did you mean 'min_tokens'\?"):
         config_class(**fields)
-    with pytest.warns(UserWarning, match="Did you mean 'min_tokens'.*If the server has another vLLM"):
+    with pytest.warns(UserWarning, match="Did you mean 'min_tokens'.*If the vLLM of your server knows it"):
         config_class(**fields, vllm_mode="server")
 
 

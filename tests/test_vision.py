@@ -98,7 +98,7 @@ def test_gradients_are_those_of_weighted_log_probabilities(make, images, preset)
 
 
 def test_a_dense_model_has_no_routes_to_replay(make):
-    with pytest.raises(ValueError, match="`rollout_routing` is 'replay', but the model has no router"):
+    with pytest.raises(ValueError, match="`rollout_routing` is 'replay', but the model contains no router"):
         make(rollout_routing="replay")
 
 

@@ -111,8 +111,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "docs",
         help="print a document, or find words in all of them, or list them",
-        description="Print a document or one of its sections. For any other words, print the sections with them in their "
-        "heading, and list the others. Without a name, list all documents.",
+        description="Print a document or one of its sections. For any other words, print the sections whose heading or "
+        "keywords contain them, and list the others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",
@@ -126,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="check that the installed TRL is supported, or check a file of settings",
         description="Without a file, print the installed versions, and say whether the installed TRL can be corrected. "
         "With a file, read it as a training script would, without loading a model, and name every mistake. Exit code 0: "
-        "TRL can be corrected, or the file has no mistake, 1: otherwise, 2: the file cannot be read.",
+        "TRL can be corrected, or the file contains no mistake, 1: otherwise, 2: the file cannot be read.",
     )
     command.add_argument("file", nargs="?", help="YAML file that a training script gets as --config")
     command.add_argument(

@@ -24,8 +24,8 @@ def check_asynchronous(config: Any, settings: Settings) -> None:
         )
     if settings.rollout_support is not None:
         raise ValueError(
-            f"`rollout_support` is {settings.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run has a "
-            "server. Set it to None."
+            f"`rollout_support` is {settings.rollout_support!r}, which needs a colocated vLLM, and an asynchronous run "
+            "uses a server. Set it to None."
         )
     if settings.rollout_routing is not None:
         raise ValueError(

@@ -234,7 +234,7 @@ def _check_finite(statistics: Statistics) -> None:
     """Refuse log-probabilities that are not finite. Waits for the device, as `rollout_nan_policy='raise'` asks for."""
     if broken := int(statistics["nonfinite"]):
         raise ValueError(
-            f"{broken} of {int(statistics['mask_tokens'])} tokens have a log-probability that is not finite, and "
+            f"{broken} of {int(statistics['mask_tokens'])} tokens lack a finite log-probability, and "
             "`rollout_nan_policy` is 'raise'. A NaN from the sampler means that a whole row of its logits is broken. Look "
             "for the cause there, or set `rollout_nan_policy` to 'drop' (the token leaves the loss) or 'neutralize' (its "
             "ratio is taken as 1)."
@@ -243,9 +243,9 @@ def _check_finite(statistics: Statistics) -> None:
 
 def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Settings) -> torch.Tensor | None:
     """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
-    directed = [f"`rollout_rs` has {c.name!r}, which depends" for c in settings.criteria if c.directed]
+    directed = [f"`rollout_rs` contains {c.name!r}, which depends" for c in settings.criteria if c.directed]
     by_sign = settings.bounding if settings.bounding is not None and settings.bounding.directed else None
-    directed += ["`rollout_is_threshold` has bounds that depend"] if by_sign else []
+    directed += ["`rollout_is_threshold` contains bounds that depend"] if by_sign else []
     if advantages is None and not directed:
         return None
     one, each = mask.shape[:1], mask.shape

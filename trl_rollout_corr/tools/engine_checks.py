@@ -12,13 +12,13 @@ from ..trainers.versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
 _SPECULATION = (
-    "Perhaps the log-probabilities are not those of the sampled tokens: with n-gram speculation in vLLM 0.31 and fresh "
-    "float32 weights, `k3_kl` rose to 0.55, and up to 10 percent of the tokens came without a finite log-probability. "
-    "Other methods of speculation were not run"
+    "Perhaps the log-probabilities belong to other tokens than the sampled ones: with n-gram speculation in vLLM 0.31 and "
+    "fresh float32 weights, `k3_kl` rose to 0.55, and up to 10 percent of the tokens came without a finite "
+    "log-probability. Other methods of speculation are untested"
 )
 _OLD_CACHE = (
-    "Perhaps keys and values of old weights outlive a push there, as only vLLM's own cache is known to be cleared, and "
-    "completions then continue from them"
+    "Perhaps keys and values of old weights survive a push there, because only vLLM's own cache is known to be cleared. "
+    "Completions would then continue from them"
 )
 _OTHER_IMAGES = "Perhaps vLLM sees other images or frames than the trainer, which takes them from its own processor"
 # Arguments with which a log-probability may mean something else than the trainer's, and how
@@ -27,11 +27,11 @@ DOUBTFUL = {
     "logits_processors": "A processor of logits changes what vLLM samples but not what the trainer scores, so that every "
     "ratio is off by the probability that was moved",
     "watermark_config": "A watermark decides which token is drawn, so that tokens are not sampled with the reported "
-    "log-probabilities. This was never run",
+    "log-probabilities. This is untested",
     "reasoning_config": "With a `thinking_token_budget`, vLLM forces the tokens that end the reasoning, which no policy "
     "sampled. Perhaps they come with a log-probability of 0",
     "diffusion_config": "A diffusion model does not sample one token after the other, as the trainer scores them",
-    "default_mm_loras": "vLLM applies adapters that the trainer does not have",
+    "default_mm_loras": "vLLM applies adapters that the trainer lacks",
     "model_class_overrides": "Perhaps vLLM computes another model than the trainer",
     **dict.fromkeys(
         ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"), _OLD_CACHE
@@ -49,7 +49,7 @@ def check_names(kwargs: Mapping[str, object]) -> None:
     known = None if engine is None else known_arguments(engine)
     if known is not None and (unknown := [name for name in kwargs if name not in known]):
         raise ValueError(
-            f"`rollout_engine_kwargs` has {unknown[0]!r}, which is no argument of the engine of vLLM {_version()}."
+            f"`rollout_engine_kwargs` has {unknown[0]!r}, which is not an engine argument of vLLM {_version()}."
             f"{nearest(unknown[0], known)}"
         )
 
@@ -127,18 +127,18 @@ def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
     if colocated and seed is not None:
         warn(
             f"`generation_kwargs` sets `seed` to {seed!r}, which vLLM uses for each completion: all completions of a prompt "
-            "are drawn with the same random numbers and are equal, so that there is nothing to learn from. Remove it; "
+            "are drawn with the same random numbers and are equal, so there is nothing to learn from. Remove it; "
             "TRL's `seed` makes a run repeatable.",
             "generation_kwargs",
         )
     known = known_sampling_options()
     if known is None or not (unknown := [name for name in kwargs if name not in known]):
         return
-    reason = f"which is no option of vLLM's `SamplingParams`.{nearest(unknown[0], known)}"
+    reason = f"which is not an option of vLLM's `SamplingParams`.{nearest(unknown[0], known)}"
     message = f"`generation_kwargs` has {unknown[0]!r}, {reason}"
     if colocated:
         raise ValueError(message)
-    warn(f"{message} If the server has another vLLM that knows it, ignore this.", "generation_kwargs")
+    warn(f"{message} If the vLLM of your server knows it, ignore this.", "generation_kwargs")
 
 
 def check_generation_kwargs(config: Any) -> None:
@@ -172,7 +172,7 @@ def check_routing(config: Any, settings: Settings) -> None:
         )
     elif config.vllm_tensor_parallel_size > 1:
         reason = (
-            "`vllm_tensor_parallel_size` is above 1, where replay was never run. Set `vllm_tensor_parallel_size` to 1"
+            "`vllm_tensor_parallel_size` is above 1, where replay is untested. Set `vllm_tensor_parallel_size` to 1"
         )
     if reason:
         raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")

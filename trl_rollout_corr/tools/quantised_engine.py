@@ -55,7 +55,7 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
 
 
 def _named(scheme: object) -> str:
-    return f"`rollout_engine_kwargs` has `quantization: {scheme}`"
+    return f"`rollout_engine_kwargs` sets `quantization: {scheme}`"
 
 
 def schemes() -> list[str]:
@@ -69,7 +69,7 @@ def check_scheme(scheme: object, of_trl: Mapping[str, Any]) -> None:
     """Refuse a scheme that vLLM does not have, and one for a model that is quantised already."""
     if scheme not in schemes():
         raise ValueError(
-            f"{_named(scheme)}, which is none of the schemes with which this vLLM quantises weights while it loads them: "
+            f"{_named(scheme)}, which is not a scheme that this vLLM can apply while it loads weights: "
             f"{', '.join(schemes())}.{nearest(scheme, schemes())}"
         )
     config = AutoConfig.from_pretrained(of_trl["model"], trust_remote_code=of_trl.get("trust_remote_code", False))

@@ -20,7 +20,7 @@ def write_recipes(folder: str | Path) -> str:
     """
     folder = Path(folder)
     if parts := [part for part in _PARTS if (folder / part).exists()]:
-        raise ValueError(f"has {' and '.join(parts)} already, which would be overwritten. Name another folder.")
+        raise ValueError(f"already contains {' and '.join(parts)}, which would be overwritten. Name another folder.")
     for part in _PARTS:
         shutil.copytree(source() / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     count = len(list(folder.glob("recipes/*/*.yaml")))

@@ -21,7 +21,7 @@ from ..settings.resolve import Settings
 
 # Arguments that TRL or rollout correction sets, with the way to change them
 RESERVED = {
-    "model": "the sampler has the trainer's model",
+    "model": "the sampler runs the trainer's model",
     "tensor_parallel_size": "set `vllm_tensor_parallel_size`",
     "gpu_memory_utilization": "set `vllm_gpu_memory_utilization`",
     "max_model_len": "set `vllm_max_model_length`",

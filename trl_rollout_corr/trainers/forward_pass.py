@@ -245,7 +245,7 @@ class Scoring(ForwardPass):
             raise RuntimeError(
                 f"`{owner}._generate_and_score_completions` returned {n} completions, "
                 f"but {rows[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
-                "batches in a subclass of the corrected trainer, where each part has the log-probabilities of its sampler."
+                "batches in a subclass of the corrected trainer, where each part carries the log-probabilities of its sampler."
             )
 
 
@@ -278,9 +278,9 @@ class LossInputs(dict):
         if key != "advantages":
             raise KeyError(key)
         raise RuntimeError(
-            "`advantages` are read before the forward pass of the policy, after which the batch has the corrected ones. In "
-            "`_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read `advantages`, "
-            "`old_per_token_logps` and `old_logps` after it, as TRL does."
+            "`advantages` are read before the forward pass of the policy, after which the batch contains the corrected "
+            "ones. In `_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read "
+            "`advantages`, `old_per_token_logps` and `old_logps` after it, as TRL does."
         )
 
     def get(self, key: Any, default: Any = None) -> Any:

@@ -77,7 +77,7 @@ def refusal(trainers: Iterable[type], methods: dict[str, list[str]] | None = Non
         return (
             f"`{of_unsloth.__name__}` is Unsloth's: `import unsloth` replaces the trainers of trl, and its loss computes "
             "log-probabilities in a kernel of its own, which rollout correction does not reach. Train without "
-            "`import unsloth`. Beside Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
+            "`import unsloth`. With Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
         )
     owners = trainers if methods else (*trainers, VLLMGeneration)
     moved = [change for owner in owners for change in changes(owner, methods)]
@@ -106,8 +106,8 @@ def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> Non
         _told.add(installed)
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
-            f"{NEWEST_TESTED}). All methods that it uses are there, and the first step will show whether the correction "
-            f"reaches the loss. `constraints.txt` has {TESTED}."
+            f"{NEWEST_TESTED}). All methods that it needs exist, and the first step will show whether the correction "
+            f"reaches the loss. `constraints.txt` lists {TESTED}."
         )
 
 
@@ -132,7 +132,7 @@ def check_config_class(args: object, config_class: type) -> None:
     if not isinstance(args, config_class):
         raise TypeError(
             f"`args` must be a `{config_class.__name__}`, got a `{type(args).__name__}`. Build it "
-            "with the same arguments; it also has the fields of rollout correction."
+            "with the same arguments; it also accepts the fields of rollout correction."
         )
 
 

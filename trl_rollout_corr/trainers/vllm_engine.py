@@ -19,7 +19,7 @@ def read_configuration(url: str) -> dict[str, Any]:
     response = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=60)
     if response.status_code == 404:
         raise RuntimeError(
-            f"The vLLM server at {url} does not tell its configuration, and so takes no new weights. Start it with "
+            f"The vLLM server at {url} does not report its configuration, and so accepts no new weights. Start it with "
             "`VLLM_SERVER_DEV_MODE=1` in its environment."
         )
     response.raise_for_status()
@@ -54,10 +54,11 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
     that they are there twice: https://github.com/huggingface/trl/issues/6294
     """
     warn(
-        f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: completions follow another "
-        "prompt than the one that they are trained on, and answer the image less well. TRL expands the token of an image, and "
-        "vLLM expands it once more. Install a release of trl that closes https://github.com/huggingface/trl/issues/6294, or "
-        "in GRPO sample with a `rollout_func` that gives vLLM prompts with one token for each image."
+        f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: the model trains on "
+        "another prompt than the one that its completions answer, and they answer the image less well. TRL expands the "
+        "token of an image, and vLLM expands it once more. Install a release of trl that closes "
+        "https://github.com/huggingface/trl/issues/6294, or in GRPO sample with a `rollout_func` that gives vLLM prompts "
+        "with one token for each image."
     )
 
 

@@ -93,7 +93,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     effects = _effects(batch, settings, clip_range(dump.settings), notes)
     if run.by_trl and (of_trl := given_to_trl(dump.settings)):
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
-        notes.append(f"This run has `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
+        notes.append(f"This run uses `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
     comparison = Comparison(batch, run, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
@@ -113,7 +113,7 @@ def _effects(
     effects = []
     broken = sum(int(block.tokens(neutralize=False).broken.sum()) for block in batch.blocks)
     if broken:
-        notes.append(f"{broken} of {batch.n_tokens} tokens have a log-probability that is not finite.")
+        notes.append(f"{broken} of {batch.n_tokens} tokens lack a finite log-probability.")
     for name, tried in settings.items():
         effect = Effect()
         if broken and tried.rollout_nan_policy == "raise":
@@ -122,7 +122,9 @@ def _effects(
             effect = recompute(batch, tried, clip=clip, as_dumped=name == _THIS_RUN)
         effects.append((name, tried, effect))
     if settings[_THIS_RUN].rollout_metrics_only:
-        notes.append("This run has `rollout_metrics_only`: its row shows the settings as if they were applied.")
+        notes.append(
+            "This run only measures (`rollout_metrics_only`): its row shows the settings as if they were applied."
+        )
     if not any(block.advantages.any() for block in batch.blocks):
         notes.append("Every advantage is 0, so there is no gradient to compare.")
     return effects
@@ -161,7 +163,7 @@ def _as_markdown(c: Comparison) -> str:
     rows = [[_marked(name, c.row), *map(three_decimals, effect)] for name, _, effect in c.effects]
     lines = [
         f"{c.batch.n_sequences} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
-        f"The run: {mode}; the trainer's log-probabilities are those of the {policy} policy.",
+        f"The run: {mode}; the trainer's log-probabilities come from the {policy} policy.",
         *c.notes,
         "",
         *_table(header, rows),

@@ -33,14 +33,18 @@ def recommend(run: Settings, alarms: Sequence[Alarm], spread: float) -> Advice:
     alarm = first_alarm(alarms)
     if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean over all steps says nothing
         return Advice(
-            {}, f"The log-ratio has a root mean square of {spread:.2g} nats. A correction would change nothing."
+            {}, f"The root mean square of the log-ratio is {spread:.2g} nats. A correction would change nothing."
         )
     name = preset_for(run)
     reason = "This preset has no bounds to fit."
     preset = RolloutCorrectionConfig(rollout_correction=name).settings
     if not run.corrects or any(getattr(run, x) != getattr(preset, x) for x in ("mode", "bounding", "criteria")):
-        remove = f" Remove {', '.join(f'`{field}`' for field in run.beside)} beside it." if run.beside else ""
+        remove = (
+            f" Remove {', '.join(f'`{field}`' for field in run.beside)}, which would act on top of it."
+            if run.beside
+            else ""
+        )
         return Advice({"rollout_correction": name}, f"{reason}{remove}")
     if alarm:
         reason = "But trainer and sampler are too far apart even so: find the cause of the gap first."
-    return Advice({}, f"The run has the settings of `{name}` already. {reason}")
+    return Advice({}, f"The run uses the settings of `{name}` already. {reason}")

@@ -65,13 +65,13 @@ def _read(path: Path) -> Run:
         settings = read_settings(dump.settings, "the settings in the dump cannot be read")
         damage += dump.damage
         if others := [] if folder == path else _other_dumps(path, folder):
-            damage.append(f"it also has the dumps {', '.join(others)}. Name two of them to see both")
+            damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
         about["correction"] = in_words(settings)
         entries = [*read_logs(folder), *entries]
     merged = merge(entries)
     if not merged and dump is None:
-        raise ValueError(f"{states[0].name} has no log entry with a step and metrics")
+        raise ValueError(f"{states[0].name} contains no log entry with a step and metrics")
     numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
     log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
     return Run(merged, log, dump, settings, about, damage)

@@ -112,8 +112,8 @@ def _suspect(states: list[Path], *, as_json: bool) -> tuple[str, bool]:
     course = course_of(entries)
     if course is None:
         raise ValueError(
-            "this log has no ratio of TRL, and a diagnosis needs tokens: set `rollout_dump_dir`, train some steps, and name "
-            "the dump. `trl-rollout-corr report` shows the curves of the log"
+            "this log contains no ratio of TRL, and a diagnosis needs tokens: set `rollout_dump_dir`, train a few steps, "
+            "and name the dump. `trl-rollout-corr report` shows the curves of the log"
         )
     write = trl_log.write_json if as_json else trl_log.write_text
     return write(course), not trl_log.suspicions(course)

@@ -104,7 +104,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     """Find the causes, except those that are known to be absent. Too few tokens are a `ValueError` of one line."""
     if len(o) < LEAST and not len(o.broken_row):
         raise ValueError(
-            f"{len(o)} tokens of the loss have a log-probability of both policies: too few for a diagnosis"
+            f"{len(o)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"
         )
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings)

@@ -88,14 +88,14 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     text = " ".join([*elsewhere, cause.otherwise] if names_it else [cause.remedy, *elsewhere])
     if cause.otherwise and not missing and not elsewhere:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
-        text = f"The run has this already: {done}. {cause.otherwise}"
+        text = f"The run uses this already: {done}. {cause.otherwise}"
     if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
         if diagnosis.healthy and not cause.normal:
             return (
-                f"Nothing, because the run has a correction. To make the gap smaller: {text[:1].lower()}{text[1:]}",
+                f"Nothing, because the run corrects for it already. To make the gap smaller: {text[:1].lower()}{text[1:]}",
                 missing,
             )
-        return f"{text} The run has a correction for the rest.", missing
+        return f"{text} The run corrects for the rest already.", missing
     correction = _correction(finding, run)
     settings = settings_of_run(run) if {"rollout_correction"} & {*missing, *correction} else None
     if settings is not None and settings.beside:

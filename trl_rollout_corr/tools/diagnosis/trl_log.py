@@ -188,7 +188,7 @@ def detail(course: Course) -> str:
         f"steps {first} to {last})."
     ]
     if course.fell:
-        parts.append(f"Most of the fall is between step {course.fall[0]} and step {course.fall[1]}.")
+        parts.append(f"Most of the drop is between step {course.fall[0]} and step {course.fall[1]}.")
     if course.gap is not None:
         parts.append(
             f"The mean difference of log-probabilities is {number(course.gap[0])} and then {number(course.gap[1])} "
@@ -199,7 +199,7 @@ def detail(course: Course) -> str:
             f"It is below half of its median in {course.dips} entries, and as low as {number(course.lowest)}."
         )
     if course.length is not None:
-        parts.append(f"Completions have {course.length[0]:.0f} and then {course.length[1]:.0f} tokens.")
+        parts.append(f"Completions average {course.length[0]:.0f} and then {course.length[1]:.0f} tokens.")
     if course.length is not None and 0 < course.last < LOW and not course.fell:
         per_token = -math.log(course.last) / max(course.length[1], 1)
         parts.append(

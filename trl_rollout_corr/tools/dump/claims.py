@@ -62,7 +62,7 @@ def _taken(asked: Path) -> str:
     run = "another run"
     if before := owner(asked):
         run = f"the run that began at {before.get('date', '')[:16]} with `output_dir` {before.get('output_dir')!r}"
-    return f"{str(asked)!r} (`rollout_dump_dir`) has the dump of {run}."
+    return f"{str(asked)!r} (`rollout_dump_dir`) contains the dump of {run}."
 
 
 def owner(folder: Path) -> Mapping[str, str]:

@@ -62,7 +62,7 @@ def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst:
     files = _look_at(dump, damage)
     table, sample = _read_some(files, columns, damage, worst=worst)
     if later is not None:
-        damage.append(f"{str(later)!r} has the dump of a later run")
+        damage.append(f"{str(later)!r} contains the dump of a later run")
     return Dump(dump, Sequences(table), files[-1].settings, files[0].about, damage, sample)
 
 
@@ -131,14 +131,14 @@ def _footer(path: Path) -> _File:
         if version != str(VERSION).encode():
             found = version.decode(errors="replace")
             raise ValueError(
-                f"{path.name} has version {found} of the dump format, but this release reads version {VERSION}"
+                f"{path.name} is in version {found} of the dump format, but this release reads version {VERSION}"
             )
         _check_schema(path, schema)
         groups = [_size(file.metadata.row_group(i)) for i in range(file.num_row_groups)]
         settings, about = (_object(path, metadata, key) for key in ("settings", "about"))
     found_file = _File(path, groups, settings, {key: str(value) for key, value in about.items()})
     if found_file.tokens > _LARGEST:
-        raise ValueError(f"{path.name} has {found_file.tokens:,} tokens, more than a command can read")
+        raise ValueError(f"{path.name} contains {found_file.tokens:,} tokens, more than a command can read")
     return found_file
 
 
@@ -146,10 +146,12 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
     """Refuse a file without a column of a dump, or with one of another type."""
     for field in SCHEMA:
         if field.name not in schema.names:
-            raise ValueError(f"{path.name} has no column `{field.name}`, which every dump has")
+            raise ValueError(f"{path.name} lacks the column `{field.name}`, which every dump contains")
         found = schema.field(field.name).type
         if str(found).replace("element: ", "item: ") != str(field.type):
-            raise ValueError(f"{path.name} has a column `{field.name}` of type {found}, and a dump has {field.type}")
+            raise ValueError(
+                f"{path.name} stores the column `{field.name}` as {found}, and a dump stores {field.type}"
+            )
 
 
 def _size(group: pq.RowGroupMetaData) -> tuple[int, int]:
@@ -164,9 +166,9 @@ def _object(path: Path, metadata: Mapping[bytes, bytes], key: str) -> dict[str, 
     try:
         content = read_json(metadata.get(key.encode(), b"{}").decode())
     except ValueError as error:
-        raise ValueError(f"{path.name} has damaged metadata, `{key}` is not JSON: {error}") from None
+        raise ValueError(f"{path.name} contains damaged metadata, `{key}` is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} has damaged metadata: `{key}` is not a JSON object")
+        raise ValueError(f"{path.name} contains damaged metadata: `{key}` is not a JSON object")
     return content
 
 
@@ -266,13 +268,13 @@ def _checked(path: Path, table: pa.Table) -> pa.Table:
             continue
         values = table[column.name]
         if values.null_count and not column.null:
-            raise ValueError(f"{path.name} is damaged: a row has no `{column.name}`")
+            raise ValueError(f"{path.name} is damaged: a row lacks `{column.name}`")
         if not column.per_token:
             continue
         if not pc.all(pc.equal(pc.list_value_length(values), lengths), min_count=0).as_py():
             raise ValueError(
-                f"{path.name} is damaged: a row has lists of different lengths, `mask` and `{column.name}`"
+                f"{path.name} is damaged: a row contains lists of different lengths, `mask` and `{column.name}`"
             )
         if pc.list_flatten(values).null_count:
-            raise ValueError(f"{path.name} is damaged: a token has no `{column.name}`")
+            raise ValueError(f"{path.name} is damaged: a token lacks `{column.name}`")
     return table

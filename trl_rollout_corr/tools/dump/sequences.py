@@ -134,7 +134,7 @@ def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
     """Lists one after the other, with NaN for those that are null."""
     values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
     if not lists.null_count and len(values) != lengths.sum():
-        raise ValueError("a row of the dump has lists of different lengths")
+        raise ValueError("a row of the dump contains lists of different lengths")
     if not lists.null_count:
         return values
     filled = np.full(lengths.sum(), np.nan, np.float32)

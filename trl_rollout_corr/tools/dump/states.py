@@ -41,13 +41,13 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it has no `log_history`")
+        raise ValueError(f"{path.name} is JSON, but not the state of a trainer: it contains no `log_history`")
     if not entries:
         raise ValueError(f"{path.name} holds no log entries yet")
     if not any(is_training_window(entry) or is_stock_window(entry) for entry in entries):
         raise ValueError(
-            f"{path.name} has no `rollout_corr/` metrics, and none of TRL's `sampling/*`: the run used no trainer of this "
-            "package, and TRL logged no ratio between vLLM and the trainer"
+            f"{path.name} contains no `rollout_corr/` metrics, and none of TRL's `sampling/*`: the run used no trainer of "
+            "this package, and TRL logged no ratio between vLLM and the trainer"
         )
     return entries
 

@@ -170,8 +170,8 @@ class RolloutCorrectionMonitor(Watcher):
             return None
         self._stopping = control.should_save = control.should_training_stop = True
         return (
-            f"The mean reward has fallen from {reward.before:.2g} to {reward.after:.2g}. As `rollout_monitor` is 'stop', "
-            f"training ends here, with a checkpoint in {args.output_dir}."
+            f"The mean reward has fallen from {reward.before:.2g} to {reward.after:.2g}. Because `rollout_monitor` is "
+            f"'stop', training ends here, with a checkpoint in {args.output_dir}."
         )
 
     # Messages ---------------------------------------------------------------------------------------------------------

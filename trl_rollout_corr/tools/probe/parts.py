@@ -27,7 +27,7 @@ QUANTISATION, CACHE, PUSH = "quantisation", "key-value cache", "weights that wer
 DECODING, OPTIONS = "decoding against prefill", "sampling options and decoding"
 WHOLE = "the whole"
 # Configurations of other processes that are a step of the chain, and settings to try
-FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no 8 bits in the sampler"
+FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no quantisation in the sampler"
 EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by arguments of the engine
 # Parts that causes of `diagnosis` act on
 _PARTS = {
@@ -213,8 +213,8 @@ def candidates(facts: Facts, *, quick: bool) -> dict[str, dict[str, Any]]:
     if not own.get("enforce_eager") and not on_cpu:
         tried["sampler without graphs"] = engine(enforce_eager=True)
     if plain == own:
-        tried["cache in 8 bits"] = engine(kv_cache_dtype="fp8")
-        tried["weights of the sampler in 8 bits"] = engine(quantization="fp8_per_channel" if on_cpu else "fp8")
+        tried["cache in fp8"] = engine(kv_cache_dtype="fp8")
+        tried["weights of the sampler in fp8"] = engine(quantization="fp8_per_channel" if on_cpu else "fp8")
     return tried
 
 

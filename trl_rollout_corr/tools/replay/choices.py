@@ -119,7 +119,7 @@ def check_kept_tokens(trainer: Any) -> None:
     reason = (
         (several_turns and f"`{several_turns[0]}` is set: the kept tokens of several turns are not joined")
         or (hasattr(model.get_output_embeddings(), "base_layer") and "the adapter changes the head of the model")
-        or (scaled and f"the model has `{scaled[0]}`, which changes logits above the head")
+        or (scaled and f"the model uses `{scaled[0]}`, which changes logits above the head")
         or (sharded and "the head of the model is sharded by FSDP or DeepSpeed")
     )
     if reason:

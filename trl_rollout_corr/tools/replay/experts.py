@@ -60,7 +60,7 @@ class Experts:
             "The sampler did not generate their completions, as after text was added or with images. Keep sampled tokens as "
             "they are, or set `rollout_routing` to None. A `rollout_func` gives routes to `trainer.keep_routes`."
         )
-        missing = f"`rollout_routing` is 'replay', but {n} of {total} tokens of the loss have no routes"
+        missing = f"`rollout_routing` is 'replay', but {n} of {total} tokens of the loss lack routes"
         if first:
             raise ValueError(f"{missing}, so nothing can be replayed. {reason}")
         if not self._told_without:

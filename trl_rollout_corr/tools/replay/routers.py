@@ -91,7 +91,7 @@ def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
         ):
             unknown.add(f"`{kind}`")
     if unknown or not routers:
-        got = f"the model routes with {', '.join(sorted(unknown))}" if unknown else "the model has no router"
+        got = f"the model routes with {', '.join(sorted(unknown))}" if unknown else "the model contains no router"
         raise ValueError(
             f"`rollout_routing` is 'replay', but {got}. Router classes that can be replayed: {', '.join(ROUTERS)}. Set "
             "`rollout_routing` to None."

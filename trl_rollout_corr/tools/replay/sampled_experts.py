@@ -73,9 +73,9 @@ class SampledRoutes:
         if len(routes) < n or (routes < 0).any():
             n_complete = int((routes >= 0).all((1, 2)).sum())
             raise ValueError(
-                f"The routes of a completion have {n_complete} rows for {n} tokens: the sampler did not return the routes of "
-                "tokens that it took from its prefix cache, or of a part of a sequence. Set `rollout_engine_kwargs: "
-                "{enable_prefix_caching: false}`, and no `routed_experts_prompt_start`."
+                f"The routes of a completion consist of {n_complete} rows for {n} tokens: the sampler did not return the "
+                "routes of tokens that it took from its prefix cache, or of a part of a sequence. Set "
+                f"`rollout_engine_kwargs: {{enable_prefix_caching: false}}`, and no `routed_experts_prompt_start`."
             )
         # several experts of a token differ, so they are not all 0; a single one may be 0 for all tokens
         smallest = 0 if self.top_k == 1 else 1

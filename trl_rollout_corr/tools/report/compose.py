@@ -183,10 +183,10 @@ def _tokens(sequences: Sequences, lost: Lost, settings: Settings | None) -> list
 def _settings(facts: Facts) -> Section:
     settings = facts.run.settings
     if settings is None:
-        text = "Set `rollout_dump_dir`, train some steps, and report on the folder of the run."
+        text = "Set `rollout_dump_dir`, train a few steps, and report on the folder of the run."
         fields = "rollout_dump_dir: dump\n"
         if facts.course is not None:
-            text = f"Take a trainer of this package, which keeps the loss with `rollout_correction: trl`. {text}"
+            text = f"Use a trainer of this package, which keeps the loss with `rollout_correction: trl`. {text}"
             fields = f"rollout_correction: trl\n{fields}"
         return Section("settings", "Settings to try", cards=[Card("A dump first", text, yaml=fields)])
     text = "Settings of the run, except for the monitor and the dump."

@@ -180,7 +180,7 @@ def overview(runs: Sequence[Facts]) -> Section:
     where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
     text = "Healthy values are shaded green. "
     text += (
-        f"Dashed red lines mark the first alarms. They have the numbers of the findings: {where}."
+        f"Dashed red lines mark the first alarms. Their numbers are the numbers of the findings: {where}."
         if alarms
         else "No alarm was raised."
     )
@@ -227,8 +227,8 @@ def rejected(facts: Facts) -> Section | None:
         parts.append(f"The mean reward is {where}.")
     if rows:
         parts.append(
-            "The table has means of the logged shares. Down-weighted is the mean of max(0, 1 - factor on the gradient), where "
-            "a rejected token counts as 0."
+            "The table shows means of the logged shares. Down-weighted is the mean of max(0, 1 - factor on the gradient), "
+            "where a rejected token counts as 0."
         )
     table = pd.DataFrame(rows, columns=["tokens", "share"]) if rows else None
     return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None

@@ -219,7 +219,7 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
             f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
             "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows learning."
         )
-        learn = "belong to a format that has to be learned" if positive else "have to be unlearned faster"
+        learn = "belong to a format that must be learned" if positive else "must be unlearned faster"
         remedy = f"{_wider(settings, positive)}push the model weights to the sampler more often"
         parts.append(f"If they {learn}, {remedy}.")
     else:
