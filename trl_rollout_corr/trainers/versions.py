@@ -98,3 +98,12 @@ def refuse_weights(batch: Mapping[str, Any]) -> None:
             f"although `{_SWITCH}` is switched off. Completions would be corrected twice. Switch it off in your "
             f"configuration, or install {TESTED}."
         )
+
+
+def refuse_fused_loss(trainer: type, config: Any) -> None:
+    """Refuse Liger's loss for GRPO of TRL 1.12 and 1.13: one kernel, which computes no log-probabilities."""
+    if config.use_liger_kernel and hasattr(trainer, "compute_liger_loss"):
+        raise ValueError(
+            f"`use_liger_kernel` is True: trl {INSTALLED} then computes the loss of GRPO in one kernel, which rollout "
+            "correction does not reach. Set it to False, or install trl 1.14 or newer."
+        )
