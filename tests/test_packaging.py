@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import trl_rollout_corr
-from tests.launching import ROOT
+from tests.launching import ROOT, output_of
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools.recipes import write_recipes
 
@@ -56,6 +56,8 @@ def test_the_version_is_the_same_everywhere(capsys):
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == version
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert output_of(sys.executable, "-m", "hatchling", "version").strip() == version
+    assert 'test "v$(hatchling version)" = "$GITHUB_REF_NAME"' in (ROOT / ".github/workflows/release.yml").read_text()
 
 
 def test_recipes_are_written_out_once(tmp_path, capsys):
@@ -150,12 +152,13 @@ def test_the_wheel_works_in_an_empty_environment(built, tmp_path):
 
     def call(*command: str) -> str:
         process = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
-        assert process.returncode == 0, process.stderr[-3000:]
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
         return process.stdout
 
     call(*command)
     tool = str(run_in / "trl-rollout-corr")
     assert trl_rollout_corr.__version__ in call(tool, "--version")
+    assert "can be corrected" in call(tool, "check")
     assert "What do I do about this symptom" in call(tool, "docs")
     assert "Wrote" in call(tool, "recipes", "written")
     assert (tmp_path / "written/recipes/grpo/cpu.yaml").exists()
