@@ -26,6 +26,16 @@ from tests.launching import HAS_ASYNCHRONOUS, ROOT, output_of
 
 collect_ignore = [] if HAS_ASYNCHRONOUS else ["test_async_trainer.py", "test_async_server.py"]
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """A warning of this package is an error in tests, except that the installed TRL is newer than the tested ones."""
+    from trl_rollout_corr.trainers.versions import INSTALLED, is_untested
+
+    if is_untested(INSTALLED):
+        config.addinivalue_line("filterwarnings", "ignore:.*is newer than the releases that")
+
+
 trackio_folder, wandb_folder = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()  # one for each process
 os.environ["TRACKIO_DIR"], os.environ["WANDB_DIR"] = trackio_folder.name, wandb_folder.name
 
