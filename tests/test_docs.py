@@ -286,7 +286,13 @@ def test_a_question_has_the_same_answer_on_every_page(document):
 
 def test_pages_about_a_case_give_its_answer():
     pages = {
-        "README.md": {"fresh bf16, short completions", "fresh bf16, long completions", "stale", "asynchronous", "rloo, fresh"},
+        "README.md": {
+            "fresh bf16, short completions",
+            "fresh bf16, long completions",
+            "stale",
+            "asynchronous",
+            "rloo, fresh",
+        },
         "docs/trl.md": {"fresh bf16, short completions", "fresh bf16, long completions", "stale"},
         "docs/quantised.md": {"fp8 weights, fresh", "fp8 weights, stale"},
         "docs/setups.md": {"asynchronous", "stale", "fresh, larger gap"},
@@ -352,3 +358,11 @@ def test_a_page_is_wrapped_and_reads_as_english(document):
     if document in LATER:
         pytest.xfail(f"{len(faults)} faults")
     assert faults == []
+
+
+OTHERS = ["AGENTS.md", "contributions/README.md", *(str(x.relative_to(ROOT)) for x in ROOT.glob("benchmarks/*/*.md"))]
+
+
+@pytest.mark.parametrize("document", OTHERS)
+def test_a_page_for_developers_is_wrapped(document):
+    assert faults_of_form(document) == []

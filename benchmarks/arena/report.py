@@ -1,6 +1,7 @@
 """Tables of the results, with the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here."""
 
 import random
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from math import sqrt
@@ -410,10 +411,11 @@ def roundings(rows: Sequence[Row], arm: str = TODAY) -> str:
 
 def counts(results: Mapping[str, Any]) -> str:
     """How many runs each stage has, and the CPU time of their training."""
-    return " ".join(
+    text = " ".join(
         f"*{stage}*: {found['done']} of {found['planned']} planned runs, {found['minutes']} minutes of training."
         for stage, found in results.items()
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, str]:
