@@ -40,6 +40,7 @@ IN_SHORT = {
     "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
     "close": "Find out [where the gap comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
+    "broken": "By default, the loss leaves out such tokens; with `rollout_correction: trl` they stay in TRL's loss.",
     "preset": "auto",
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
     "product of its tokens' ratios.",

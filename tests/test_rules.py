@@ -547,6 +547,22 @@ def test_one_finding_per_cause():
     assert [finding.bound for finding in findings] == ["staleness", "everything_rejected"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "The loss leaves out such tokens."),
+        ({"rollout_nan_policy": "neutralize"}, "takes their ratio as 1"),
+        ({"rollout_correction": "trl"}, "They stay in TRL's loss."),
+        (None, "By default, the loss leaves out such tokens."),
+    ],
+)
+def test_the_alarm_about_missing_numbers_says_what_the_loss_of_this_run_does(fields, said):
+    broken = {**HEALTHY_WINDOW, "nonfinite_fraction": 0.01}
+    [finding] = examine(history(broken), None if fields is None else RolloutCorrectionConfig(**fields).settings)
+    assert said in finding.advice
+    assert "returns None" in finding.why
+
+
 def test_a_finding_lasts_until_its_last_unhealthy_window():
     ill = {**CORRECTED, "staleness_max": 40.0}
     finding = examine(history(ill, ill, CORRECTED, ill, CORRECTED, CORRECTED))[0]

@@ -49,9 +49,10 @@ RULES = [
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
-        why="If the sampler returns NaN, the whole row of its logits is broken, and the token was not drawn from the policy.",
-        advice="No correction repairs this. Look for NaN in the weights, and for a failed push of weights. By default, the "
-        "loss leaves out such tokens; to stop at the first one, set `rollout_nan_policy` to raise.",
+        why="If the logits of the sampler are NaN, no policy drew the token; TRL passes the NaN on as None. If a "
+        "`rollout_func` returns None, or a vLLM server -9999, perhaps only the number is missing.",
+        advice="No correction repairs this: look for NaN in the weights, and for a failed push of weights. {broken} To stop "
+        "at the first one, set `rollout_nan_policy` to raise.",
     ),
     _rule(
         "k3_kl",

@@ -131,6 +131,22 @@ _GROWN = (
     "First find out why it fell: look for weights that do not arrive, and check whether completions became longer."
 )
 
+# What the loss does with a token without a finite log-probability
+_BROKEN = {
+    "drop": "The loss leaves out such tokens.",
+    "neutralize": "The loss keeps such tokens and takes their ratio as 1 where the sampler's number is missing.",
+    "raise": "",
+    "trl": "They stay in TRL's loss.",
+    "unknown": "By default, the loss leaves out such tokens.",
+}
+
+
+def _about_broken(settings: Settings | None) -> str:
+    """What the loss of a run does with a token without a finite log-probability."""
+    if settings is None:
+        return _BROKEN["unknown"]
+    return _BROKEN["trl" if settings.by_trl else settings.rollout_nan_policy]
+
 
 def _about_weights(settings: Settings | None) -> dict[str, str]:
     """What to set about weights and bounds in the mode of a run; empty where it is set."""
@@ -195,6 +211,7 @@ def fill(text: str, window: Window, **values: object) -> str:
         "fell": _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS,
         "grown": _GROWN if first and first >= _NEAR_1 else "",
         **_about_weights(window.settings),
+        "broken": _about_broken(window.settings),
         "uncorrected": (_UNCORRECTED_LARGE if gap > LARGE else _UNCORRECTED)[came],
         "corrected": (_CORRECTED_HUGE if gap > HUGE else _CORRECTED)[came],
         "gave": gave,
