@@ -7,6 +7,8 @@ from peft import LoraConfig, TaskType, get_peft_model
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, messages, saying
 from trl_rollout_corr.tools.arrival.adapters import leaving_base_alone
+from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
+from trl_rollout_corr.tools.diagnosis.text import evidence
 from trl_rollout_corr.trainers.pushes import refuse_packed_base
 
 
@@ -153,20 +155,23 @@ def merging_as_trl(monkeypatch):
 @pytest.mark.seam
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_pushes_of_a_run_leave_the_base_as_it_is(make, kind, monkeypatch, caplog):
-    trainer = make(kind)
+def test_pushes_of_a_run_leave_the_base_as_it_is(make, kind, monkeypatch, tmp_path, caplog):
+    trainer = make(kind, rollout_dump_dir=str(tmp_path / "ours"))
     before = frozen(trainer)
     trainer.train()
     assert same(frozen(trainer), before)
     assert not messages(caplog)
+    assert "frozen_base" not in [finding.name for finding in diagnose(read_tokens(tmp_path / "ours")).findings]
     ours = logged(trainer, "k3_kl")
     merging_as_trl(monkeypatch)
-    trainer = make(kind)
+    trainer = make(kind, rollout_dump_dir=str(tmp_path / "trl"))
     with saying(
         caplog, r"^Perhaps something else writes.*changed \d of 8 frozen weights.*`base_model.*base_layer.weight`"
     ):
         trainer.train()
     assert not same(frozen(trainer), before)
+    findings = {finding.name: finding for finding in diagnose(read_tokens(tmp_path / "trl")).findings}
+    assert "base_layer.weight" in evidence(findings["frozen_base"])
     assert max(ours) < 2 * max(logged(trainer, "k3_kl"))
 
 

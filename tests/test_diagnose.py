@@ -1046,6 +1046,27 @@ def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_
     assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]
 
 
+def scored(folder, scores):
+    """The log of a dump with completions that were scored again: `fresh_k3_kl` and `age_k3_kl` by step."""
+    for step, (fresh, age) in scores.items():
+        dump.append_log(folder, {"step": step, "rollout_corr/fresh_k3_kl": fresh, "rollout_corr/age_k3_kl": age})
+    return diagnose(read_tokens(folder))
+
+
+def test_scores_after_pushes_tell_old_weights_from_lost_pushes_and_from_rounding(other_weights, tmp_path):
+    still, behind = other_weights(lag=1000), other_weights(lag=4)
+    for name, folder, cause, scores in (
+        ("lost", still, "never_pushed", {1: (1e-9, 1e-9), 2: (1e-3, 0.0), 16: (0.5, 0.0)}),
+        ("arrived", still, "stale", {1: (1e-9, 1e-9), 2: (1e-9, 1e-3), 16: (1e-9, 0.5)}),
+        ("old", behind, "stale", {1: (1e-9, 1e-9), 16: (1e-9, 0.5)}),
+    ):
+        rewritten(folder, tmp_path / name, unannounced)
+        assert scored(tmp_path / name, scores).findings[0].name == cause, name
+    rewritten(behind, tmp_path / "from the start", unannounced)
+    found = scored(tmp_path / "from the start", {1: (0.5, 0.0), 16: (0.5, 0.1)})
+    assert "stale" not in [x.name for x in found.findings]  # the gap was there with equal weights
+
+
 def test_a_corrected_run_is_not_told_to_correct(other_weights, capsys):
     main(["diagnose", str(other_weights(lag=4))])
     text = capsys.readouterr().out

@@ -49,6 +49,8 @@ class PushChecks:
         self.frozen.before()
         yield
         self.frozen.after(step)
+        if self.frozen.changed:
+            trainer._about["frozen_base"] = ", ".join(self.frozen.changed[:3])  # for the dump
         announced = trainer.rollout_step not in (None, step)  # a sampler may have older weights on purpose
         folder = folder_of_adapter()
         if folder is None:

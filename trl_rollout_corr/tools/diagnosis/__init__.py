@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ...messages import warn
+from ...messages import PREFIX, warn
 from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
 from ..dump.states import first_readable, merge, states_of
 from ..monitor.examine import examine, is_small
+from ..monitor.stock import value_of
 from ..translation.setting_files import settings_of_run
 from . import trl_log
 from .observed import DumpedTokens
@@ -57,8 +58,19 @@ def _tokens_of(dump: Dump) -> DumpedTokens:
 
 def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
     """The tokens of a dump that is read already. `quiet`: no alarm in the log of its run, and no gap that is not small."""
-    movement = _movement(read_logs(dump.path), dump.sequences.step)
-    return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet)
+    logs = read_logs(dump.path)
+    movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
+    return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet, scored_again=scored)
+
+
+def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, float, float]]:
+    """Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push up to a step, in order; NaN for an unknown age."""
+    found = []
+    for entry in logs:
+        fresh, age = (value_of(entry, f"{PREFIX}{name}_k3_kl") for name in ("fresh", "age"))
+        if fresh is not None and entry["step"] <= last:
+            found.append((int(entry["step"]), fresh, np.nan if age is None else age))
+    return found
 
 
 def iterations_of(settings: Mapping[str, object]) -> int:

@@ -18,6 +18,7 @@ _STILL = 1e-7
 _LIKELY = 0.85  # certainty of a cause that a prompt which was trained on before may look like
 _ALIKE = 0.05  # likeness of the log-ratios of one token from which they repeat
 _SURELY = 0.6  # statistic of a gap that grows from which it surely does
+NONE, _HALF = 0.1, 0.5  # of the gap: a part below is none of it, and one above most of it
 _EVERYWHERE = 0.3  # of the usual gap, which all completions have where all of them come from old weights
 
 
@@ -54,7 +55,7 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
 
 
 def stale(o: DumpedTokens) -> Evidence | None:
-    if _visits(o) or stands_still(o):
+    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF:
         return None
     if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
         return None  # the ages of samples that all come from the base model mean nothing
@@ -65,11 +66,27 @@ def stale(o: DumpedTokens) -> Evidence | None:
         return None  # it grows without end
     evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
     # weights that are never pushed, if the gap grows with the step at equal age, and not with the age
-    doubtful = not one_age and (_step_explains(o) or (_serves_adapters(o) and not _age_explains(o)))
+    may_stand_still = _step_explains(o) or (_serves_adapters(o) and not _age_explains(o))
+    doubtful = not one_age and may_stand_still and not pushes_arrive(o)
     most = POSSIBLE if evidence is None or doubtful else evidence.most
     return evidence and evidence._replace(
         numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))}, most=most
     )
+
+
+def with_equal_weights(o: DumpedTokens) -> float:
+    """
+    Share of the gap (`k3_kl`) that trainer and sampler had after the first push of the run, before any update; NaN if no
+    completions were scored again then.
+    """
+    first = next(iter(o.scored_again), None)
+    return (first[1] + first[2]) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
+
+
+def pushes_arrive(o: DumpedTokens) -> bool:
+    """True if, right after each push, trainer and sampler hardly have a gap, by completions that were scored again."""
+    later = [fresh for _, fresh, _ in o.scored_again[1:]]
+    return bool(later) and max(later) < NONE * o.k3
 
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
@@ -196,7 +213,7 @@ def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evi
 
 
 def never_pushed(o: DumpedTokens) -> Evidence | None:
-    if _serves_adapters(o) or not _may_stand_still(o):
+    if _serves_adapters(o) or not _may_stand_still(o) or pushes_arrive(o):
         return None
     evidence = _unless_faster_than_steps(o, _by_step(o))
     if evidence is None:

@@ -1,4 +1,4 @@
-"""What a run does with its gap, and should not: no causes of the gap, so that they explain no share of it."""
+"""What a run does with its gap or its weights, and should not: no causes of the gap, so that they explain no share of it."""
 
 import numpy as np
 
@@ -40,6 +40,13 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
     return Evidence(lost, 0.0, numbers, sentence, most=0.99 if certain else POSSIBLE)
 
 
+def frozen_base(o: DumpedTokens) -> Evidence | None:
+    """Look for frozen weights that a push has changed, by the fingerprints that the run took of them."""
+    changed = o.about.get("frozen_base", "")
+    sentence = "fingerprints before and after a push differ"
+    return Evidence(1.0, 0.0, {}, sentence, words=f" ({changed})") if changed else None
+
+
 EFFECTS: dict[str, Cause] = {
     "whole_completions": Cause(
         "weights of whole completions, which shrink with length",
@@ -48,5 +55,14 @@ EFFECTS: dict[str, Cause] = {
         "smaller than `learning_rate` says, and long completions count least. Use token weights.",
         {"rollout_is": "token"},
         "The run uses token weights already, so another setting is the reason.",
+    ),
+    "frozen_base": Cause(
+        "frozen weights that change with each push",
+        Test(frozen_base, 0.4, 0.6),
+        "Merging an adapter into the base and taking it away again leaves rounding behind. Trainer and sampler share it, but "
+        "the saved adapter will be loaded on the unchanged base. Keep the base in float32, and look for other code that "
+        "writes to it.",
+        {"model_init_kwargs": {"dtype": "float32"}},
+        "The base is in float32 already, so other code writes to it.",
     ),
 }

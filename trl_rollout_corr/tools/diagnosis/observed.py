@@ -1,6 +1,6 @@
 """Tokens of a dump for a diagnosis: their log-ratio, and everything that it could depend on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,8 +16,9 @@ class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
     `settings` and `about` are those of the dump, `movement` is the sum of the learning rates of the optimizer steps between
-    the first sequence and the last, and `quiet` is true of a run whose log has no alarm and only small gaps. `N`
-    tokens, `B` sequences; what is not known is NaN.
+    the first sequence and the last, and `quiet` is true of a run whose log has no alarm and only small gaps.
+    `scored_again` has the step, `fresh_k3_kl` and `age_k3_kl` of each score after a push. `N` tokens, `B` sequences;
+    what is not known is NaN.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class DumpedTokens:
         movement: float = float("nan"),
         *,
         quiet: bool = False,
+        scored_again: Sequence[tuple[int, float, float]] = (),
     ):
         self.settings, self.about, self.movement, self.quiet = settings, about, movement, quiet
+        self.scored_again = scored_again
         counted = sequences.counted
         # Tokens of the loss, and the sequence of each of them that has no finite log-ratio
         chosen = sequences.represents[sequences.row]

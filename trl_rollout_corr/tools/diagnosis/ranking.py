@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ..monitor.rules import BOUNDS
 from ..translation.setting_files import settings_of_run
 from .causes import CAUSES, Cause, Test
+from .drift import NONE, with_equal_weights
 from .effects import EFFECTS
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .observed import DumpedTokens
@@ -106,6 +107,8 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         raise ValueError(
             f"{len(o)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"
         )
+    if with_equal_weights(o) < NONE:
+        without = {*without, "head", "rounding"}  # measured at the first push
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings)
     # causes of all tokens hide the diffuse ones

@@ -71,6 +71,8 @@ def explains(finding: Finding) -> str:
     """What a cause explains, as the end of a sentence."""
     if finding.name in WITHOUT_RATIO:
         return "explains nothing of d^2, because these tokens have no d"
+    if finding.name == "frozen_base":
+        return "explains nothing of d^2, because trainer and sampler share it"
     if finding.name in EFFECTS:
         return "explains nothing of d^2, because it is what the run does with the gap"
     return f"explains {percent(round(finding.share, 2))} of d^2"

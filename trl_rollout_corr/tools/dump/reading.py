@@ -63,7 +63,7 @@ def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst:
     table, sample = _read_some(files, columns, damage, worst=worst)
     if later is not None:
         damage.append(f"{str(later)!r} contains the dump of a later run")
-    return Dump(dump, Sequences(table), files[-1].settings, files[0].about, damage, sample)
+    return Dump(dump, Sequences(table), files[-1].settings, _about_of(files), damage, sample)
 
 
 def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
@@ -71,7 +71,12 @@ def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, st
     damage: list[str] = []
     files = _look_at(Path(path), damage)
     table = _read_whole(files, SCHEMA.names, damage)
-    return table, files[-1].settings, files[0].about, damage
+    return table, files[-1].settings, _about_of(files), damage
+
+
+def _about_of(files: list[_File]) -> dict[str, str]:
+    """Facts about a run: those of its beginning, and what it has learned since."""
+    return {**files[-1].about, **files[0].about}
 
 
 # Files --------------------------------------------------------------------------------------------------------------------
