@@ -31,3 +31,23 @@ STEP = {
     "ratio of the step": "{step_ratio:.3f}",
     "ratio without sampling": "{training_ratio:.3f}",
 }
+# Tables of `pushes.py`
+RESCORE = {
+    "completions of a step": "{completions}",
+    "tokens of each": "{length}",
+    "scored once more": "{scored}",
+    "step, s": "{step_s:.2f}",
+    "scores, s": "{look_s:.2f}",
+    "share of 200 steps, %": "{share:.2f}",
+}
+PUSHES = {
+    "push": "{way}",
+    "push, s": "{push_s:.2f}",
+    "ratio": "{ratio:.2f}",
+    "without vLLM, s": "{prepare_s:.2f}",
+    "ratio without vLLM": "{prepare_ratio:.2f}",
+    "memory, MB": "{memory_mb:.0f}",
+    "k3 after it": "{gap:.6f}",
+    "frozen weights changed, %": "{changed:.1f}",
+}
+OF_PUSHES = {"rescore": RESCORE, "pushes": PUSHES}

@@ -35,9 +35,10 @@ def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
     columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
     on_gpus = [name for name in results if name.startswith("gpu")]
-    assert columns.keys() | OF_TRL.keys() | {*on_gpus} == results.keys()
+    assert columns.keys() | OF_TRL.keys() | {"pushes", *on_gpus} == results.keys()
+    of_pushes = [tables.markdown(results["pushes"][name], form) for name, form in tables.OF_PUSHES.items()]
     on_gpu = [table for name in on_gpus for table in load("gpu").tables(results[name])]
-    return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()] + on_gpu
+    return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()] + of_pushes + on_gpu
 
 
 OF_TRL = {"length": "table", "long_answers": "table"}  # their tables are in `docs/trl.md`
