@@ -182,11 +182,11 @@ def test_a_jump_of_the_gap_with_equal_weights_is_told_at_once():
     def log(*fresh):
         return history(*[{**CORRECTED, **({} if x is None else {"fresh_k3_kl": x})} for x in fresh])
 
-    assert found(log(4e-4, None, 6e-4, None, 1e-3, None, 3.9e-3), config()) == []
-    finding = examine(log(4e-4, None, 6e-4, None, None, 4.1e-3, None), config())[0]
+    assert found(log(4e-4, None, 6e-4, None, 3e-3, None, 7.9e-3), config()) == []
+    finding = examine(log(4e-4, None, 6e-4, None, None, 8.1e-3, None), config())[0]
     assert (finding.bound, finding.step, finding.last_step) == ("fresh_gap", 6, 6)
-    assert found(log(1e-10, 5e-9, 9e-5), config()) == []  # rounding
-    assert found(log(1e-10, 1.1e-4), config()) == ["fresh_gap"]
+    assert found(log(1e-10, 5e-9, 1.9e-4), config()) == []  # rounding
+    assert found(log(1e-10, 2.1e-4), config()) == ["fresh_gap"]
 
 
 KNOWN = {"unknown": None, "auto": config(), "sequence": config(**SEQUENCE), "off": config(**DISABLED)}

@@ -1,6 +1,6 @@
 """
-Many healthy runs, in none of which a check may say that weights do not arrive, and runs with broken pushes, which it must name
-within 30 steps.
+Many healthy runs, in none of which a check or the alarm may say that weights do not arrive, and runs with broken pushes, which
+a check must name within 30 steps.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tests.launching import ROOT
 from tests.test_agents import look
 from tests.tiny import StaleSampler, build_tiny_tokenizer, conversations, prompts, with_tools
-from tests.training import TRAINERS, VLLM, build_checked, losing, messages
+from tests.training import TRAINERS, VLLM, build, logged, losing, said_of_pushes
 
 
 pytestmark = [
@@ -52,10 +52,14 @@ TRAINING: dict[str, dict[str, Any]] = {
     "not a multiple": {"schedule": "not a multiple"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "extra": {"eval_dataset": prompts(8)}},
     "weight decay": {"weight_decay": 0.1},
+    "gradient accumulation": {"schedule": "several generations per step"},
+    "logs of five steps": {"logging_steps": 5},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "adapter": {"extra": {"peft_config": LORA}, "learning_rate": 1e-3},
     "adapter, small learning rate": {"extra": {"peft_config": LORA}, "learning_rate": 1e-6},
+    "rsLoRA": {"extra": {"peft_config": {**LORA, "use_rslora": True}}, "learning_rate": 1e-3},
+    "DoRA": {"extra": {"peft_config": {**LORA, "use_dora": True}}, "learning_rate": 1e-2},
     "adapter and embedding": {"extra": {"peft_config": {**LORA, "modules_to_save": ["embed_tokens"]}}},
 }
 
@@ -89,9 +93,8 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
             extra["peft_config"] = LoraConfig(**extra["peft_config"])
         if dtype == "bfloat16":
             fields["model_init_kwargs"] = {"dtype": "bfloat16"}
-        return build_checked(
-            *TRAINERS[kind], path, tmp_path, extra=extra, rollout_engine_kwargs={"dtype": dtype}, **fields
-        )
+        fields = {"rollout_monitor": "warn", "rollout_engine_kwargs": {"dtype": dtype}, **fields}
+        return build(*TRAINERS[kind], path, tmp_path, extra=extra, **fields)
 
     return make
 
@@ -103,7 +106,8 @@ def test_a_healthy_run_hears_nothing(make, case, caplog):
     trainer.train()
     assert trainer.state.global_step == 30
     assert trainer._pushes.checks.weights._before is not None  # it could look
-    assert not messages(caplog)
+    assert len(logged(trainer, "fresh_k3_kl")) >= 3
+    assert not said_of_pushes(caplog)
 
 
 @pytest.mark.parametrize("lag", [1, 4, 8])
@@ -115,7 +119,14 @@ def test_an_announced_lag_hears_nothing(make, monkeypatch, lag, dtype, caplog):
     trainer = make(dtype=dtype, learning_rate=1e-3)
     Lag(trainer, lag)
     trainer.train()
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
+
+
+@pytest.mark.parametrize("learning_rate", [1e-5, 1e-3])
+def test_an_engine_of_eight_bits_hears_nothing(make, learning_rate, caplog):
+    engine = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    make(learning_rate=learning_rate, rollout_engine_kwargs=engine).train()
+    assert not said_of_pushes(caplog)
 
 
 def test_weights_of_eight_bits_hear_nothing(make, caplog):
@@ -131,7 +142,7 @@ def test_weights_of_eight_bits_hear_nothing(make, caplog):
 
     generation._iter_named_params = rounded
     trainer.train()
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -139,7 +150,7 @@ def test_a_resumed_run_hears_nothing(make, tmp_path, dtype, caplog):
     fields = {"dtype": dtype, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 10}
     make(**fields, max_steps=10).train()
     make(**fields).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -151,7 +162,7 @@ def test_tools_hear_nothing(make, dtype, caplog):
     }
     reward = {"reward_funcs": lambda completions, **kwargs: [float(len(x)) for x in completions]}
     make(dtype=dtype, extra={**extra, **reward}, max_completion_length=24).train()
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -160,18 +171,18 @@ def test_easy_prompts_first_hear_nothing(make, dtype, caplog):
 
     data = Dataset.from_dict({"prompt": ["aaaaaaaaaaaaaaaa="] * 4 + ["12 ab=", "a long prompt="] * 30})
     make(dtype=dtype, learning_rate=1.5e-4, extra={"train_dataset": data}, shuffle_dataset=False).train()
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
 
 
 def test_dropout_hears_nothing(make, caplog):
     make(model_init_kwargs={"attention_dropout": 0.3}, learning_rate=1e-3).train()
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
 
 
 def test_samples_of_a_function_hear_nothing(make, tiny_model_path, caplog):
     sampler = StaleSampler(tiny_model_path, noise=0.1)
     make(learning_rate=1e-3, extra={"rollout_func": partial(StaleSampler.__call__, sampler)}).train()
-    assert not messages(caplog)
+    assert not said_of_pushes(caplog)
 
 
 @pytest.mark.parametrize("case", BROKEN)

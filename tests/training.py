@@ -196,6 +196,12 @@ def messages(caplog) -> list[str]:
     return [" ".join(record.getMessage().split()) for record in caplog.records if record.name == "trl_rollout_corr"]
 
 
+def said_of_pushes(caplog) -> list[str]:
+    """Messages without alarms about other things, such as a policy that moves too fast, and without those of the start."""
+    alarm = re.compile(r"[▲✖●] step .*\[(?!fresh_gap)\w+ [<>]")
+    return [x for x in messages(caplog) if not alarm.match(x) and "vLLM rounds" not in x]
+
+
 @contextmanager
 def saying(caplog, pattern: str):
     """See that a message of the run contains a pattern."""
@@ -321,6 +327,7 @@ LOST: dict[str, Callable[[int, str], bool]] = {
     "one layer": lambda push, name: ".layers.1." in name,
     "norms": lambda push, name: "norm" in name,
     "experts": lambda push, name: ".experts." in name,
+    "one expert": lambda push, name: ".experts." in name,
     "every second push": lambda push, name: push % 2 == 1,
     "every third push": lambda push, name: push % 3 == 1,
     "all but every third push": lambda push, name: push % 3 != 0,
@@ -344,6 +351,8 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
         for name, weight in weights:
             if n == 0 or not LOST[lost](n, name):
                 holds[name] = weight.detach().clone()
+            elif lost == "one expert":  # the experts of a layer are one tensor
+                holds[name] = torch.cat([holds[name][:1], weight.detach()[1:]])
         push(llm, holds.items())
 
     pushes.push = push_some

@@ -148,11 +148,12 @@ RULES = [
     _rule(
         "fresh_gap",
         key="fresh_k3_kl",
-        limit=10.0,
-        seen="With equal weights, sampler and trainer are {value:.3g} times as far apart as after the first pushes "
+        limit=20.0,
+        seen="After a push, sampler and trainer are {value:.3g} times as far apart as after the first pushes "
         "(`fresh_k3_kl`), above {limit:g}.",
-        why="The gap of the kernels may have grown with the policy, which takes many pushes. A jump means that a push did not "
-        "arrive, or only in part, with a wrong scale, or at one replica of several.",
+        why="The sampler may be older on purpose: then set `trainer.rollout_step` to the optimizer step of its weights "
+        "whenever they are pushed. The gap of the kernels may also grow with the policy, over many pushes. A jump "
+        "means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several.",
         advice="If `age_k3_kl` was about as large before, look at the push: `trl-rollout-corr docs "
         "debugging#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type.",
         patience=1,
