@@ -105,6 +105,19 @@ def strings(path: Path) -> Iterator[str]:
             yield node.value
 
 
+def test_words_of_messages_that_the_page_quotes_are_in_a_message():
+    """Rows of `Find the words of your message`: half of their groups of three words are in one string of the package."""
+    page = (ROOT / "docs/debugging.md").read_text()
+    tables = re.findall(r"^\| words of the message .*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    quotes = re.findall(r"^\| \*(.+?)\*", "".join(tables), re.MULTILINE)
+    assert len(quotes) >= 10
+    told = [text for path in PACKAGE.rglob("*.py") for text in strings(path)]
+    for quote in quotes:
+        words = quote.split()
+        groups = [" ".join(words[i : i + 3]) for i in range(len(words) - 2)]
+        assert any(2 * sum(group in text for group in groups) >= len(groups) for text in told), quote
+
+
 def docstrings(path: Path) -> set[str | None]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {ast.get_docstring(x, clean=False) for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, kinds)}
