@@ -111,6 +111,17 @@ def test_the_recipe_has_keys_of_the_plugin(plugin):
     assert {"axolotl", "trl-rollout-corr"} <= set(named(cfg["trainer_cls"])._tag_names)
 
 
+def test_the_recipe_names_a_data_set_and_a_reward_that_exist(plugin, monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPE.parent))
+    cfg = recipe()
+    prompt_of, mapping = named(cfg["datasets"][0]["type"])(cfg)
+    row = prompt_of({"question": "How many?", "answer": "9 * 2 = 18\n#### 1,018"})
+    assert row == {"prompt": "How many?", "answer": "1,018"}
+    assert mapping == {"remove_columns": ["question"]}
+    (reward,) = [named(name) for name in cfg["trl"]["reward_funcs"]]
+    assert reward(["17, or 1,018.", "18", "none"], [row["answer"]] * 3) == [1.0, 0.0, 0.0]
+
+
 def test_a_trainer_that_the_yaml_names_is_kept(plugin):
     cfg = {**recipe(), "trainer_cls": "mine.Trainer"}
     plugin.RolloutCorrectionPlugin().register(cfg)

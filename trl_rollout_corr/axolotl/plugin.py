@@ -1,8 +1,7 @@
 """
 The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer takes the place of its own.
 
-Written for Axolotl 0.21. The tests use a stand-in of its interface; `trl-rollout-corr docs setups#axolotl` says what ran with
-Axolotl itself.
+Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a stand-in of its interface.
 """
 
 from typing import Any
