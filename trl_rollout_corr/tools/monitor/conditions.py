@@ -53,6 +53,16 @@ def fresh_growth(window: Window) -> float | None:
     return None if fresh is None else window.course.fresh_growth(fresh)
 
 
+GROWN = 20.0  # times `fresh_k3_kl` after the first pushes; it grew by up to 13 in our healthy runs
+
+
+def stands_still_or_far_apart(window: Window) -> bool:
+    """True if `fresh_k3_kl` is larger than what the sampler has moved, or has grown more than in any healthy run."""
+    fresh, age, growth = window.get("fresh_k3_kl"), window.get("age_k3_kl"), fresh_growth(window)
+    still = fresh is not None and age is not None and age < fresh
+    return still or (growth is not None and growth > GROWN)
+
+
 def bias(window: Window) -> float | None:
     """Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it."""
     kl, k3 = window.get("kl"), window.get("k3_kl")

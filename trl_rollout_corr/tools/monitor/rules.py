@@ -148,7 +148,7 @@ RULES = [
     _rule(
         "fresh_gap",
         key="fresh_k3_kl",
-        limit=20.0,
+        limit=10.0,
         seen="After a push, sampler and trainer are {value:.3g} times as far apart as after the first pushes "
         "(`fresh_k3_kl`), above {limit:g}.",
         why="The sampler may be older on purpose: then set `trainer.rollout_step` to the optimizer step of its weights "
@@ -158,6 +158,7 @@ RULES = [
         "debugging#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type.",
         patience=1,
         measure=conditions.fresh_growth,
+        confirmed=conditions.stands_still_or_far_apart,
     ),
     _rule(
         "bit_equal",
