@@ -187,6 +187,7 @@ def test_a_jump_of_the_gap_with_equal_weights_is_told_at_once():
     assert (finding.bound, finding.step, finding.last_step) == ("fresh_gap", 6, 6)
     assert found(log(1e-10, 5e-9, 1.9e-4), config()) == []  # rounding
     assert found(log(1e-10, 2.1e-4), config()) == ["fresh_gap"]
+    assert found(log(5.8, 3.2, 6.9), config()) == ["fresh_gap"]  # pushes that were lost from the first score on
     for age, expected in ((None, []), (1e-4, ["fresh_gap"]), (1e-2, [])):  # of a sampler that stands still, or moves
         moved = {} if age is None else {"age_k3_kl": age}
         first, last = ({**CORRECTED, "fresh_k3_kl": x} for x in (1e-4, 1.5e-3))

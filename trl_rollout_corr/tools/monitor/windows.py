@@ -97,8 +97,11 @@ class Course:
         return min(self._fresh, default=None)
 
     def fresh_growth(self, fresh: float) -> float:
-        """`fresh_k3_kl` of a window, divided by its smallest value after the first pushes."""
-        return fresh / max(min(self._scored_again, default=fresh), self.SAME)
+        """
+        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. These may be lost as well, so a value
+        that is no rounding is not taken for usual.
+        """
+        return fresh / max(min(*self._scored_again, fresh, self.OFF), self.SAME)
 
     def unlearnt(self, gap: float) -> float:
         """
