@@ -159,8 +159,9 @@ def test_a_sign_of_life_comes_first_and_nothing_of_vllm(tmp_path):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         first = process.stderr.readline()
-        assert time.monotonic() - begun < 2
+        waited = time.monotonic() - begun
         output, errors = process.communicate()
+    assert waited < (time.monotonic() - begun) / 4  # a tenth of a second, without other work on the machine
     assert (
         first == f"Importing PyTorch, TRL and vLLM to read {path} as the trainer would. This takes up to a minute.\n"
     )
