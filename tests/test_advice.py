@@ -1,6 +1,8 @@
 """Advice can be followed in the mode in which it is given: what a text names is set beside the settings of the run."""
 
 import functools
+import itertools
+import math
 import re
 import warnings
 
@@ -16,6 +18,7 @@ from trl_rollout_corr.tools.diagnosis.evidence import Evidence
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
+from trl_rollout_corr.tools.monitor.advice import ADVISED, advise
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import fill
 from trl_rollout_corr.tools.monitor.windows import Window
@@ -82,17 +85,25 @@ def names_to_remove(text):
     return re.findall(r"`(\w+)`", " ".join(re.findall(r"[Rr]emove ((?:, |`\w+`)+)", text)))
 
 
+def alternatives(text):
+    """Fields and values that a text says to set, by what is set together."""
+    together = re.findall(r"`\w+` to \w+(?:(?:,| and) `\w+` to \w+)*|`\w+: [^`]+`", text)
+    return [dict(values) for part in together if (values := values_in(part))]
+
+
 def follow(mode, text):
-    """Set each value that a text names, and see that it is in effect; and that other fields exist."""
+    """Set the values that a text names, and see that they are in effect; and that other fields exist."""
     text = re.sub(r"The run uses this already: .*?`\. |`generation_kwargs`", "", text)
     removed = names_to_remove(text)
-    for name, value in values_in(text):
-        config = of_mode(mode, removed, **{name: value})
-        assert getattr(config, name) == value
+    for advised in alternatives(text):
+        config = of_mode(mode, removed, **advised)
+        assert {name: getattr(config, name) for name in advised} == advised
+        name, value = next(iter(advised.items()))
         if value == "auto":
             assert config.settings == built(MODES[mode][0], yaml.safe_dump({"rollout_correction": "auto"})).settings
-        if (name, value) in (("rollout_is", "token"), (MODE, "token_truncate")):
+        if (name, value) == ("rollout_is", "token") or advised.get(MODE) == "token_truncate":
             assert config.settings.bounding.level == "token"
+            assert config.settings.corrects
     asynchronous = MODES[mode][0] == "AsyncGRPO"
     text = re.sub(r"`steps_per_generation` or `num_i\w+`" if asynchronous else r", in asynchronous .*?\)", "", text)
     lacking = {*removed}.union(*re.findall(r"This trainer has no `(\w+)`|If `(\w+)` is set", text))
@@ -101,12 +112,67 @@ def follow(mode, text):
     return dict(values_in(text))
 
 
-STATES = {"open": {}, "old": {"staleness_max": 8.0}, "start": {"k3_kl": 0.3, "kl": 0.3, "staleness_max": 0.0}}
 METRICS = {
     "kl": 0.05, "k3_kl": 0.05, "kl_advantage_positive": 0.05, "effective_lr": 0.5, "nonfinite_fraction": 0.2,
     "staleness_max": 0.0, "rollout_is_mean": 0.4, "rollout_is_eff_sample_size": 0.1, "rollout_rs_masked_fraction": 0.6,
     "rollout_is_veto_fraction": 0.2, "bit_equal": 0.1, "rollout_is_oob_ratio": 0.5,
 }  # fmt: skip
+STATES = {
+    "open": {"staleness_max": math.nan},
+    "old": {"staleness_max": 8.0},
+    "fresh": {},
+    "start": {"k3_kl": 0.3, "kl": 0.3},
+}
+# By state: the age of the oldest completion
+AGES = {"open": None, "old": 8.0, "fresh": 0.0}
+TOKEN_TRUNCATE = {"rollout_correction": "trl", MODE: "token_truncate"}
+HAVE_IT = ("trl with token_truncate", "bypass", "asynchronous", "asynchronous trl")
+
+
+def for_fresh(mode):
+    """What is advised with fresh weights."""
+    trainer, fields = MODES[mode]
+    settings = of_mode(mode).settings
+    if settings.bypass_mode or trainer == "AsyncGRPO":
+        return {"rollout_correction": ADVISED[settings.mode]}
+    if trainer == "RLOO" or "use_vllm" not in fields:
+        return {"rollout_correction": "decoupled_token_is"}
+    off = "vllm_importance_sampling_correction"
+    return {**TOKEN_TRUNCATE, **({off: True} if off in fields else {})}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_correction_for_a_gap_depends_on_the_age(mode):
+    """`auto` is advised for stale weights only; with fresh ones it was worse than TRL's correction."""
+    config, fresh = of_mode(mode), for_fresh(mode)
+    of_stale = {"rollout_correction": ADVISED[config.settings.mode]}
+    for fields in (vars(config), settings_in_effect(config, config.settings)):
+        known, old, unknown = (advise(config.settings, age, fields) for age in (0.0, 8.0, None))
+        assert (old.best.settings, old.fresh) in ((of_stale, None), ({}, None))
+        assert unknown.best == old.best
+        assert (unknown.fresh is None) == (fresh == of_stale)
+        if mode == "a sampler of one's own":  # which counts as fresh unless it reports its weights
+            assert known == unknown
+        else:
+            assert known == (unknown.fresh or unknown.best, None)
+            assert known.best.settings == ({} if mode in HAVE_IT else fresh)
+        for age, correction in ((8.0, old.best), (0.0, unknown.fresh or unknown.best)):
+            after = of_mode(mode, correction.remove, **correction.settings)
+            best, of_fresh = advise(after.settings, age, vars(after))
+            assert after.settings.corrects
+            assert (of_fresh or best).settings == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state", AGES)
+def test_an_alarm_names_the_correction_for_the_age(mode, state):
+    config, metrics = of_mode(mode), {f"{PREFIX}{name}": x for name, x in {**METRICS, **STATES[state]}.items()}
+    window = Window({**metrics, "step": 12}, config.settings, fields=vars(config))
+    window.course.add(window)
+    said = alternatives(fill(BOUNDS["unlearning"].advice, window, value=0.4, limit=0.5, side="below"))
+    best, fresh = advise(config.settings, AGES[state], vars(config))
+    expected = [it.settings for it in (best, fresh) if it is not None and it.settings]
+    assert [{**({"rollout_correction": "trl"} if MODE in it else {}), **it} for it in said] == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +184,9 @@ def test_the_advice_of_every_alarm_can_be_followed(mode):
             metrics = {f"{PREFIX}{name}": x for name, x in {**METRICS, **state}.items()}
             if not own_weights:
                 metrics = {name: x for name, x in metrics.items() if "rollout_is_" not in name}
-            window = Window({**metrics, "completions/clipped_ratio": 0.9}, settings)
+            window = Window(
+                {**metrics, "completions/clipped_ratio": 0.9, "step": 12}, settings, fields=vars(of_mode(mode))
+            )
             window.course.add(window)
             if bound.applies(window):
                 said = follow(mode, fill(bound.advice, window, value=0.4, limit=0.5, side="below"))
@@ -133,11 +201,9 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
     in_effect = settings_in_effect(config, config.settings)
     absent = set() if MODES[mode][0] == "AsyncGRPO" else {"adapter_missing"}
     absent |= set() if config.settings.rollout_is == "sequence" else {"whole_completions"}
-    for name in {**CAUSES, **EFFECTS}:
+    for name, age in itertools.product(sorted({*CAUSES, *EFFECTS} - absent), AGES.values()):
         finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
-        diagnosis = Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect)
-        if name in absent:
-            continue
+        diagnosis = Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect, age=age)
         text, settings = remedy_for(diagnosis, finding)
         follow(mode, text)
         after = of_mode(mode, names_to_remove(text), **settings)

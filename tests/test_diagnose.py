@@ -744,11 +744,12 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
 
     source, preset = {"mask_truncated_completions": True}, {"rollout_correction": "auto"}
     cause = CAUSES["last_token"]
-    assert advised("unknown") == (cause.remedy, {**source, **preset})
+    both = " The preset is for stale weights; with fresh ones, set `rollout_correction` to decoupled_token_is."
+    assert advised("unknown") == (f"{cause.remedy}{both}", {**source, **preset})  # in step 1 the age says nothing
     off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
-    assert advised("none", mask_truncated_completions=False, **off) == (cause.remedy, {**source, **preset})
+    assert advised("none", mask_truncated_completions=False, **off) == (f"{cause.remedy}{both}", {**source, **preset})
     done = f"The run uses this already: `mask_truncated_completions: true`. {cause.otherwise}"
-    assert advised("source", **source, **off) == (done, preset)
+    assert advised("source", **source, **off) == (f"{done}{both}", preset)
     rest = "The run corrects for the rest already."
     assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
     assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
@@ -763,7 +764,7 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
     cause, finding = CAUSES[name], Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
 
     def advice(**in_effect):
-        return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
+        return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect, age=4.0), finding)
 
     preset = {"rollout_correction": "auto"} if cause.correction else {}
     assert advice() == (cause.remedy, {**cause.settings, **preset})

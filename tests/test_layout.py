@@ -50,6 +50,7 @@ TOOLS = {
     "tools": ["text", "recipes", "documents", "quantised_engine", "bounds", "engine_checks"],
     "tools.translation": ["of_trl", "names", "verl", "skyrl", "counterparts", "setting_files"],
     "tools.monitor": [
+        "advice",
         "bands",
         "stock",
         "reward",

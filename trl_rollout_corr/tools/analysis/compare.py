@@ -12,11 +12,11 @@ from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
 from ..dump.reading import open_dump
+from ..monitor.advice import ADVISED, MODE
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.examine import examine
-from ..monitor.texts import ADVISED
 from ..text import number, three_decimals, yaml_lines
-from ..translation.of_trl import given_to_trl
+from ..translation.of_trl import from_trl, given_to_trl
 from ..translation.setting_files import read_config, read_settings
 from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
@@ -26,7 +26,18 @@ from .spread import Spread, spread_of, suggest_bounds
 
 # Columns of a dump that are compared
 _COLUMNS = (
-    *("step", "sampled", "mask", "train_logps", "rollout_logps", "keep", "coefficients", "advantage", "turn_ids"),
+    *(
+        "step",
+        "sampled",
+        "mask",
+        "train_logps",
+        "rollout_logps",
+        "keep",
+        "coefficients",
+        "advantage",
+        "turn_ids",
+        "staleness",
+    ),
 )
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
 _REFERENCE = "disabled"
@@ -74,7 +85,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    findings = examine(log_of_dump(dump.path), run, num_iterations=iterations_of(dump.settings))
+    findings = examine(log_of_dump(dump.path), run, num_iterations=iterations_of(dump.settings), fields=dump.settings)
     notes = [f"{dump.sample}."] if dump.sample else []
     if alarm := first_alarm(findings):
         notes.append(
@@ -83,18 +94,21 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
         )
     batch = batch_of(sequences, sequences.sampled)
     spread = spread_of(batch)
-    best = recommend(run, findings, spread.s)
+    best = recommend(run, findings, spread.s, dump.age, dump.settings)
     fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, run)
     settings = {_THIS_RUN: run, **({_FITTED: RolloutCorrectionConfig(**fitted).settings} if fitted else {})}
     presets = {name: RolloutCorrectionConfig(rollout_correction=name).settings for name in (_REFERENCE, *PRESETS)}
     chosen = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
     settings |= chosen
+    row = str(best.settings.get("rollout_correction", _THIS_RUN))
+    if mode := best.settings.get(MODE):
+        row = f"{row} with {mode}"
+        settings[row] = dataclasses.replace(presets["trl"], **from_trl({MODE: mode}))
     settings |= {file: read_config(file).settings for file in files}
     effects = _effects(batch, settings, clip_range(dump.settings), notes)
     if run.by_trl and (of_trl := given_to_trl(dump.settings)):
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
         notes.append(f"This run uses `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
-    row = str(best.settings.get("rollout_correction", _THIS_RUN))
     comparison = Comparison(batch, run, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...messages import PREFIX
-from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
+from ..monitor.advice import ADVISED, advise, has_preset, with_fresh
 from ..monitor.bands import NEGLIGIBLE
 from ..monitor.rule import Alarm
-from ..monitor.texts import preset_for
 
 
 # Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
@@ -28,23 +27,35 @@ def first_alarm(alarms: Sequence[Alarm]) -> Alarm | None:
     return min(of_policies, key=lambda alarm: alarm.step, default=None)
 
 
-def recommend(run: Settings, alarms: Sequence[Alarm], spread: float) -> Advice:
-    """Recommend settings in the mode of a run, from its alarms and `spread`, the root mean square of the log-ratio in nats."""
+def recommend(
+    run: Settings, alarms: Sequence[Alarm], spread: float, age: float | None, fields: Mapping[str, Any]
+) -> Advice:
+    """
+    Recommend settings in the mode of a run, from its alarms, `spread`, the root mean square of the log-ratio in nats, the
+    `age` of its oldest completion in optimizer steps (`None` if it is not known), and its `fields` of TRL.
+    """
     alarm = first_alarm(alarms)
     if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean over all steps says nothing
         return Advice(
             {}, f"The root mean square of the log-ratio is {spread:.2g} nats. A correction would change nothing."
         )
-    name = preset_for(run)
-    reason = "This preset has no bounds to fit."
-    preset = RolloutCorrectionConfig(rollout_correction=name).settings
-    if not run.corrects or any(getattr(run, x) != getattr(preset, x) for x in ("mode", "bounding", "criteria")):
-        remove = (
-            f" Remove {', '.join(f'`{field}`' for field in run.beside)}, which would act on top of it."
-            if run.beside
-            else ""
-        )
-        return Advice({"rollout_correction": name}, f"{reason}{remove}")
-    if alarm:
-        reason = "But trainer and sampler are too far apart even so: find the cause of the gap first."
-    return Advice({}, f"The run uses the settings of `{name}` already. {reason}")
+    best, fresh = advise(run, age, fields)
+    preset, reason = ADVISED[run.mode], "This preset has no bounds to fit."
+    if best.settings and best.settings["rollout_correction"] != preset:
+        reason = f"All completions come from fresh weights, and `{preset}` is for stale ones."
+    if not best.settings:
+        if alarm:
+            reason = "But trainer and sampler are too far apart even so: find the cause of the gap first."
+        reason = f"{_of_the_run(run, preset)} {reason}"
+    if fresh is not None:
+        reason += f" `{preset}` is for stale weights; {with_fresh(fresh, run)}."
+    if best.remove:
+        reason += f" Remove {', '.join(f'`{field}`' for field in best.remove)}, which would act on top of it."
+    return Advice(best.settings, reason)
+
+
+def _of_the_run(run: Settings, preset: str) -> str:
+    """What a run has already."""
+    if has_preset(run, preset):
+        return f"The run uses the settings of `{preset}` already."
+    return "The run weights single tokens already, which is the correction for fresh weights."

@@ -52,7 +52,9 @@ def _opened(path: str | Path) -> Dump:
 
 def _tokens_of(dump: Dump) -> DumpedTokens:
     logs = read_logs(dump.path)
-    alarms = examine(logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings))
+    alarms = examine(
+        logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings), fields=dump.settings
+    )
     return observe_dump(dump, quiet=not alarms and is_small(logs))
 
 
@@ -60,7 +62,9 @@ def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
     """The tokens of a dump that is read already. `quiet`: no alarm in the log of its run, and no gap that is not small."""
     logs = read_logs(dump.path)
     movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
-    return DumpedTokens(dump.sequences, dump.settings, dump.about, movement, quiet=quiet, scored_again=scored)
+    return DumpedTokens(
+        dump.sequences, dump.settings, dump.about, movement, quiet=quiet, age=dump.age, scored_again=scored
+    )
 
 
 def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, float, float]]:

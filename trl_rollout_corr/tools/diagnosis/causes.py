@@ -6,7 +6,7 @@ at length.
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from ..monitor.texts import ADVISED
+from ..monitor.advice import ADVISED
 from . import drift, precision, sampling, single_tokens
 from .evidence import Evidence
 from .observed import DumpedTokens

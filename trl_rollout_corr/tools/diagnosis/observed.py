@@ -16,9 +16,9 @@ class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
     `settings` and `about` are those of the dump, `movement` is the sum of the learning rates of the optimizer steps between
-    the first sequence and the last, and `quiet` is true of a run whose log has no alarm and only small gaps.
-    `scored_again` has the step, `fresh_k3_kl` and `age_k3_kl` of each score after a push. `N` tokens, `B` sequences;
-    what is not known is NaN.
+    the first sequence and the last, and `quiet` is true of a run whose log has no alarm and only small gaps. `age` is that
+    of the oldest completion of the run, in optimizer steps. `scored_again` has the step, `fresh_k3_kl` and `age_k3_kl` of
+    each score after a push. `N` tokens, `B` sequences; what is not known is NaN or `None`.
     """
 
     def __init__(
@@ -29,8 +29,10 @@ class DumpedTokens:
         movement: float = float("nan"),
         *,
         quiet: bool = False,
+        age: float | None = None,
         scored_again: Sequence[tuple[int, float, float]] = (),
     ):
+        self.age = age
         self.settings, self.about, self.movement, self.quiet = settings, about, movement, quiet
         self.scored_again = scored_again
         counted = sequences.counted

@@ -85,6 +85,7 @@ class Diagnosis(NamedTuple):
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
     quiet: bool = False  # the run has a log without an alarm, in which every gap is small
     where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that have the whole gap
+    age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if it is not known
 
     @property
     def expected(self) -> bool:
@@ -123,7 +124,9 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     multiple = floor**-0.5 if floor else None
     n = int((o.lengths > 0).sum())
     parts = () if verdict == "nothing" else tuple(where(o))
-    return Diagnosis(verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet, parts)
+    return Diagnosis(
+        verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet, parts, o.age
+    )
 
 
 def _matters(o: DumpedTokens) -> bool:

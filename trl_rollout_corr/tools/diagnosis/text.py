@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from ...messages import capitalized
-from ..monitor.texts import preset_for
+from ..monitor.advice import Advice, advise, with_fresh
 from ..text import number, percent, yaml_lines
 from ..translation.setting_files import settings_of_run
 from .effects import EFFECTS
@@ -91,17 +91,22 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if cause.otherwise and not missing and not elsewhere:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run uses this already: {done}. {cause.otherwise}"
-    if cause.correction and _corrects(run, rejecting=cause.correction == "rejecting"):
+    advice, settings = _advice(diagnosis), settings_of_run(run)
+    if cause.correction and (_corrects(run, rejecting=cause.correction == "rejecting") or not advice.best.settings):
         if diagnosis.healthy and not cause.normal:
             return (
                 f"Nothing, because the run corrects for it already. To make the gap smaller: {text[:1].lower()}{text[1:]}",
                 missing,
             )
         return f"{text} The run corrects for the rest already.", missing
-    correction = _correction(finding, run)
-    settings = settings_of_run(run) if {"rollout_correction"} & {*missing, *correction} else None
-    if settings is not None and settings.beside:
-        text += f" Remove {', '.join(f'`{name}`' for name in settings.beside)}, which would keep acting on top of the preset."
+    correction = advice.best.settings if cause.correction else {}
+    beside = advice.best.remove if cause.correction else ()
+    if "rollout_correction" in missing and settings is not None:
+        beside = settings.beside
+    if beside:
+        text += f" Remove {', '.join(f'`{name}`' for name in beside)}, which would keep acting on top of the preset."
+    if cause.correction and advice.fresh is not None:
+        text += f" The preset is for stale weights; {with_fresh(advice.fresh, settings)}."
     return text, {**missing, **correction}
 
 
@@ -135,9 +140,10 @@ def _elsewhere(setting: tuple[str, object]) -> str:
     return f"vLLM does not run in the training process, so start it with {', '.join(f'`{x}`' for x in options)}."
 
 
-def _correction(finding: Finding, run: Mapping[str, object]) -> Mapping[str, object]:
-    """The correction for the rest of the gap; empty where it would hide a mistake."""
-    return {"rollout_correction": preset_for(settings_of_run(run))} if finding.cause.correction else {}
+def _advice(diagnosis: Diagnosis) -> Advice:
+    """The correction for the rest of the gap. Where old weights are found, what was announced about their age is wrong."""
+    stale = any(finding.name == "stale" for finding in diagnosis.findings)
+    return advise(settings_of_run(diagnosis.in_effect), 1.0 if stale else diagnosis.age, diagnosis.in_effect)
 
 
 # Values of settings that a mapping does not name
@@ -197,7 +203,9 @@ def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -
                 "evidence": dict(finding.evidence.numbers),
                 "remedy": remedy,
                 "settings": settings,
-                "preset": _correction(finding, diagnosis.in_effect).get("rollout_correction"),
+                "preset": _advice(diagnosis).best.settings.get("rollout_correction")
+                if finding.cause.correction
+                else None,
             }
             for finding in diagnosis.findings
             for remedy, settings in [remedy_for(diagnosis, finding)]

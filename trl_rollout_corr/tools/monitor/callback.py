@@ -112,6 +112,7 @@ class RolloutCorrectionMonitor(Watcher):
     ) -> None:
         self._restart()
         self._examiner.num_iterations = getattr(args, "num_iterations", 1)
+        self._examiner.fields = vars(args)
         self._examiner.restart(state.log_history, state.global_step)  # of a run that is resumed
 
     def on_log(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from ...messages import SettingError, nearest
 from ...settings.resolve import Settings
@@ -23,7 +24,7 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 class Examiner:
     """
     Applies the rules to one logging window after the other. `limits` replace those of bounds by name; `None`: no bound.
-    `settings` and `num_iterations` are those of the run, and settings that are `None` are not known.
+    `settings`, `num_iterations` and `fields` of TRL are those of the run. Settings that are `None` are not known.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class Examiner:
         settings: Settings | None = None,
         limits: Mapping[str, float | None] | None = None,
         num_iterations: int = 1,
+        fields: Mapping[str, Any] | None = None,
     ):
-        self.settings, self.num_iterations = settings, num_iterations
+        self.settings, self.num_iterations, self.fields = settings, num_iterations, fields or {}
         chosen = {name: (limits or {}).get(name, bound.limit) for name, bound in BOUNDS.items()}
         self._limits: dict[str, float] = {name: limit for name, limit in chosen.items() if limit is not None}
         self.restart()
@@ -46,7 +48,7 @@ class Examiner:
         self._course.go_on(step)
 
     def _window(self, entry: Mapping[str, object]) -> Window:
-        return Window(entry, self.settings, self._course, self.num_iterations > 1)
+        return Window(entry, self.settings, self._course, self.num_iterations > 1, self.fields)
 
     @property
     def reward(self) -> Reward:
@@ -126,7 +128,11 @@ def _is_number(value: object) -> bool:
 
 
 def examine(
-    history: Iterable[Mapping[str, object]], settings: Settings | None = None, *, num_iterations: int = 1
+    history: Iterable[Mapping[str, object]],
+    settings: Settings | None = None,
+    *,
+    num_iterations: int = 1,
+    fields: Mapping[str, Any] | None = None,
 ) -> list[Alarm]:
     """
     Apply the rules to the log of a run, as the monitor does during the run.
@@ -139,12 +145,15 @@ def examine(
             whether the run corrects: then `k3_high`, `k3_uncorrected`, `gap_stays` and `gap_clipped` are silent.
         num_iterations (`int`, *optional*, defaults to `1`):
             How often the run trains on a batch, as TRL's field of this name says.
+        fields (`Mapping[str, Any]`, *optional*):
+            Fields of the configuration by name, such as `vars(args)`. The advice depends on them: TRL corrects only GRPO, and
+            only with vLLM.
 
     Returns:
         `list[Alarm]`: one per bound, the most serious first.
     """
     limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
-    examiner = Examiner(settings, limits, num_iterations)
+    examiner = Examiner(settings, limits, num_iterations, fields)
     alarms: dict[str, Alarm] = {}
     for entry in history:
         for alarm in examiner.observe(entry):

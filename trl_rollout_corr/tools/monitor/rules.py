@@ -85,7 +85,7 @@ RULES = [
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
         why="{uncorrected}",
-        advice="Set `rollout_correction` to {preset}. {close}",
+        advice="{correct} {close}",
         applies=lambda window: window.corrects is False,
     ),
     _rule(
@@ -97,7 +97,7 @@ RULES = [
         "run, and the limit is {limit:g}.",
         why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
         "rewarded tokens became less likely, at the same time or later, and in some of them it recovered.",
-        advice="Set `rollout_correction` to {preset}, unless the run has it. {closer}",
+        advice="{correct} {closer}",
         patience=11,
         measure=conditions.gap_of_rewarded,
         confirmed=lambda window: window.course.rewarded_stay_unlikely,
@@ -123,8 +123,8 @@ RULES = [
         key="kl",
         ends=True,
         seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
-        advice="{closer} Set `rollout_correction` to {preset}, unless the run has it, and do not widen "
-        "`rollout_rs_threshold`. If accuracy on held-out prompts still rises, you can wait.",
+        advice="{closer} {correct} Do not widen `rollout_rs_threshold`; you can wait while accuracy on held-out prompts "
+        "still rises.",
         patience=5,
         lasting=15,
         measure=conditions.lasting_gap,

@@ -1,11 +1,9 @@
 """Sentences of rules: those that several rules share, and those that depend on how the gap arose."""
 
 from ...settings.resolve import Settings
+from .advice import Advice, advise, in_words
 from .windows import Window
 
-
-# The preset to set for a gap, by mode: one without bounds that must be fitted to the run
-ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_pg_token_icepop"}
 
 FRESHER = (
     "Push weights to the sampler more often (lower `steps_per_generation` or `num_iterations`, in asynchronous training "
@@ -102,13 +100,13 @@ _NO_TOKENS = {
 
 # What to set about weights and bounds: with TRL's own correction, whose fields decide, with ours, and if that is not known
 _TO_TOKENS = {
-    "trl": "Set `vllm_importance_sampling_mode` to token_truncate, or `rollout_correction` to auto.",
+    "trl": "Set `vllm_importance_sampling_mode` to token_truncate{or_preset}.",
     "ours": "Set `rollout_is` to token.",
     "unknown": "If each completion gets a single weight, use token weights: set `rollout_is` to token, or with "
     "`rollout_correction: trl` set `vllm_importance_sampling_mode` to token_truncate.",
 }
 _LOWER_CAP = {
-    "trl": "Lower `vllm_importance_sampling_clip_max` if it is above 1, or set `rollout_correction` to auto.",
+    "trl": "Lower `vllm_importance_sampling_clip_max` if it is above 1{or_set_preset}.",
     "ours": "Lower `rollout_is_threshold` if it is above 1; a higher cap never helps.",
     "unknown": "Otherwise lower the cap on the weights if it is above 1; a higher cap never helps.",
 }
@@ -148,36 +146,47 @@ def _about_broken(settings: Settings | None) -> str:
     return _BROKEN["trl" if settings.by_trl else settings.rollout_nan_policy]
 
 
-def _about_weights(settings: Settings | None) -> dict[str, str]:
+def _about_weights(window: Window) -> dict[str, str]:
     """What to set about weights and bounds in the mode of a run; empty where it is set."""
+    settings = window.settings
     if settings is None:
         unknown = {"token_level": _TO_TOKENS, "dropped": _DROPPED, "lower_cap": _LOWER_CAP}
         return {name: texts["unknown"] for name, texts in unknown.items()} | {"bounds": "widen them"}
     mode, bounding = "trl" if settings.by_trl else "ours", settings.bounding
     of_tokens, drops = bounding is not None and bounding.level == "token", bounding is not None and bounding.drops
-    own = {"rollout_rs_threshold": bool(settings.criteria), "rollout_is_threshold": drops}
-    names = " or ".join(f"`{name}`" for name, acts in own.items() if acts) or "them"
-    of_trl = "`vllm_importance_sampling_mode` to token_truncate, or " if bounding is not None else ""
+    or_preset, or_set_preset = _or_preset(window)
     return {
-        "token_level": "" if of_tokens else _TO_TOKENS[mode],
+        "token_level": "" if of_tokens else _TO_TOKENS[mode].format(or_preset=or_preset),
         "dropped": _DROPPED[mode] if drops and (of_tokens or mode == "ours") else "",
-        "lower_cap": _LOWER_CAP[mode] if of_tokens else "",
-        "bounds": f"set {of_trl}`rollout_correction` to {preset_for(settings)}"
-        if settings.by_trl
-        else f"widen {names}",
+        "lower_cap": _LOWER_CAP[mode].format(or_set_preset=or_set_preset) if of_tokens else "",
+        "bounds": _bounds(settings, or_preset),
     }
 
 
-def preset_for(settings: Settings | None) -> str:
-    """Name of the preset to set for a gap, in the mode of the run."""
-    return ADVISED["decoupled" if settings is None else settings.mode]
+def _or_preset(window: Window) -> tuple[str, str]:
+    """The preset that can take the place of TRL's weights, as the end of a sentence about what to set, and of another one."""
+    best, fresh = _advice(window)
+    preset = best.settings.get("rollout_correction", "trl")
+    if preset == "trl":
+        return "", ""
+    where = "" if fresh is None else "for stale weights "
+    return f", or {where}`rollout_correction` to {preset}", f", or {where}set `rollout_correction` to {preset}"
 
 
-def _preset(settings: Settings | None) -> str:
-    """The preset to set, and the fields that would keep their values beside it."""
-    beside = () if settings is None else settings.beside
-    remove = f" (and remove {', '.join(f'`{name}`' for name in beside)})" if beside else ""
-    return f"{preset_for(settings)}{remove}"
+def _bounds(settings: Settings, or_preset: str) -> str:
+    """What to set if the bounds reject too much."""
+    if settings.by_trl:
+        of_trl = "" if settings.bounding is None else ", or `vllm_importance_sampling_mode` to token_truncate"
+        values = f"{of_trl}{or_preset}".removeprefix(", or ")
+        return f"set {values}" if values else "widen them"
+    drops = settings.bounding is not None and settings.bounding.drops
+    own = {"rollout_rs_threshold": bool(settings.criteria), "rollout_is_threshold": drops}
+    return f"widen {' or '.join(f'`{name}`' for name, acts in own.items() if acts) or 'them'}"
+
+
+def _advice(window: Window) -> Advice:
+    """The correction to set for the gap of a window."""
+    return advise(window.settings, window.age, window.fields)
 
 
 def origin(window: Window) -> str:
@@ -206,11 +215,11 @@ def fill(text: str, window: Window, **values: object) -> str:
     rounding = _rounding(window, gap).format(gave=gave)
     first = window.course.weight_at_start
     parts = {
-        "preset": _preset(window.settings),
+        "correct": in_words(_advice(window), window.settings),
         "length": "" if window.length is None else f" of {window.length:.0f} tokens on average",
         "fell": _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS,
         "grown": _GROWN if first and first >= _NEAR_1 else "",
-        **_about_weights(window.settings),
+        **_about_weights(window),
         "broken": _about_broken(window.settings),
         "uncorrected": (_UNCORRECTED_LARGE if gap > LARGE else _UNCORRECTED)[came],
         "corrected": (_CORRECTED_HUGE if gap > HUGE else _CORRECTED)[came],

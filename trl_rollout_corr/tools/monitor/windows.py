@@ -9,6 +9,7 @@ from typing import Any
 
 from ...messages import PREFIX
 from ...settings.resolve import Settings
+from .advice import known_age
 from .reward import Reward
 
 
@@ -74,6 +75,11 @@ class Course:
             self._rewarded.append(rewarded)
         if (mean_reward := window.get("reward_mean")) is not None:
             self.reward.add(mean_reward)
+
+    @property
+    def oldest(self) -> float:
+        """The largest age of completions so far, in optimizer steps; 0 where it is not known."""
+        return self._oldest
 
     @property
     def gap_at_start(self) -> float:
@@ -150,13 +156,14 @@ class Course:
 class Window:
     """
     A logging window: the log entry, keys with prefix, and the settings of the run, `None` if they are not known. `reuses`: the
-    run trains several times on a batch (`num_iterations`).
+    run trains several times on a batch (`num_iterations`). `fields` are those of TRL, as far as they are known.
     """
 
     metrics: Mapping[str, Any]
     settings: Settings | None
     course: Course = field(default_factory=Course)
     reuses: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> float | None:
         """A metric of rollout correction; `None` if it is missing, NaN, or in part the policy's own updates of the batch."""
@@ -171,6 +178,13 @@ class Window:
     def step(self) -> int:
         """Optimizer step at which it was logged."""
         return int(self.metrics.get("step", 0))
+
+    @property
+    def age(self) -> float | None:
+        """The age of the oldest completion of the run so far, in optimizer steps; `None` if it is not known."""
+        age = self.get("staleness_max")
+        oldest = max(age or 0.0, self.course.oldest)
+        return known_age(None if age is None and oldest < 1 else oldest, self.step)
 
     @property
     def fresh(self) -> bool:

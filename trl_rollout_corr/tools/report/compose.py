@@ -190,7 +190,10 @@ def _settings(facts: Facts) -> Section:
             fields = f"rollout_correction: trl\n{fields}"
         return Section("settings", "Settings to try", cards=[Card("A dump first", text, yaml=fields)])
     text = "Settings of the run, except for the monitor and the dump."
-    best = recommend(settings, facts.alarms, facts.diagnosis.size) if facts.diagnosis else None
+    best = None
+    if facts.diagnosis is not None and facts.run.dump is not None:
+        dump = facts.run.dump
+        best = recommend(settings, facts.alarms, facts.diagnosis.size, dump.age, dump.settings)
     if best is None or not best.settings:
         text = text if best is None else f"{text} {best.reason}"
         return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(facts.run)))])

@@ -51,10 +51,10 @@ class Facts(NamedTuple):
 def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
-    iterations = 1 if run.dump is None else iterations_of(run.dump.settings)
+    fields = {} if run.dump is None else run.dump.settings
     course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
     entries, settings = (run.entries, run.settings) if course is None else (windows_of_stock(run.entries), of_trl())
-    alarms = examine(entries, settings, num_iterations=iterations)
+    alarms = examine(entries, settings, num_iterations=iterations_of(fields), fields=fields)
     diagnosis = None if letter else _diagnose(run, quiet=not alarms and is_small(run.entries))
     return Facts(name, letter, run, windows, alarms, diagnosis, course)
 

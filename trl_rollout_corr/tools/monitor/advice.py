@@ -1,0 +1,122 @@
+"""The correction to set for a gap, which depends on the mode of a run, on its trainer and on the age of its completions."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...messages import capitalized
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.resolve import Settings
+
+
+# The preset to set for a gap, by mode: one without bounds that must be fitted to the run
+ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_pg_token_icepop"}
+# In place of `auto` where weights are fresh (`docs/choosing.md`): token weights, of TRL if the trainer has them
+MODE, _SWITCH = "vllm_importance_sampling_mode", "vllm_importance_sampling_correction"
+_OF_TRL = {"rollout_correction": "trl", MODE: "token_truncate"}
+_OURS = {"rollout_correction": "decoupled_token_is"}
+# Fields that `rollout_correction: trl` refuses, and that presets of this package leave alone
+_REFUSED = ("rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline")
+
+
+class Correction(NamedTuple):
+    """Settings to set, and fields to remove beside them. Both are empty if the run has the correction."""
+
+    settings: Mapping[str, object]
+    remove: tuple[str, ...] = ()
+
+
+class Advice(NamedTuple):
+    """The correction to set for a gap."""
+
+    best: Correction  # if the age is not known, for stale weights
+    fresh: Correction | None = None  # with fresh weights, if the age is not known
+
+
+def advise(settings: Settings | None, age: float | None, fields: Mapping[str, Any]) -> Advice:
+    """
+    The correction to set for a gap in a run with these settings, whose oldest completion has the `age` in optimizer steps;
+    `None` if they are not known. `fields` are those of TRL, by name, as far as they are known.
+    """
+    stale = {"rollout_correction": ADVISED["decoupled" if settings is None else settings.mode]}
+    for_fresh = _for_fresh(settings, fields)
+    if for_fresh is None or (age is not None and age >= 1):
+        return Advice(_missing(stale, settings))
+    if (
+        age is None or fields.get("use_vllm") is False
+    ):  # a sampler of one's own counts as fresh unless it reports its weights
+        return Advice(_missing(stale, settings), _missing(for_fresh, settings))
+    return Advice(_missing(for_fresh, settings))
+
+
+def known_age(oldest: float | None, step: int) -> float | None:
+    """Age of the oldest completion up to an optimizer step; `None` if it is not known. In step 1, all weights are fresh."""
+    return None if oldest is None or (oldest < 1 and step <= 1) else oldest
+
+
+def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str, object] | None:
+    """What to set with fresh weights; `None` where it is the same as with stale ones."""
+    asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
+    if asynchronous or (settings is not None and settings.bypass_mode):
+        return None
+    weighs = settings is not None and settings.by_trl and settings.bounding is not None
+    if not (weighs and not fields) and not (fields.get("use_vllm") and MODE in fields):
+        return {**_OURS}
+    return {**_OF_TRL, **({_SWITCH: True} if fields.get(_SWITCH) is False else {})}
+
+
+def _missing(advised: Mapping[str, object], run: Settings | None) -> Correction:
+    """What a run lacks of a correction."""
+    if run is None:
+        return Correction(advised)
+    if run.corrects and _has(advised, run):
+        return Correction({})
+    refused = [name for name in _REFUSED if getattr(run, name)] if advised["rollout_correction"] == "trl" else []
+    return Correction(advised, (*dict.fromkeys([*run.beside, *refused]),))
+
+
+def _has(advised: Mapping[str, object], run: Settings) -> bool:
+    name = str(advised["rollout_correction"])
+    if name in ADVISED.values():
+        return has_preset(run, name)
+    # each token has a weight that is truncated, at whatever cap
+    return not run.bypass_mode and not run.criteria and run.bounding is not None and run.bounding.grows
+
+
+def has_preset(run: Settings, name: str) -> bool:
+    """Whether weights, rejection and mode of a run are as in a preset."""
+    preset = RolloutCorrectionConfig(rollout_correction=name).settings
+    return all(getattr(run, x) == getattr(preset, x) for x in ("mode", "bounding", "criteria"))
+
+
+# In words ---------------------------------------------------------------------------------------------------------------
+
+
+def in_words(advice: Advice, run: Settings | None) -> str:
+    """A sentence that says what to set; empty if there is nothing to set."""
+    best, fresh = advice
+    parts = []
+    if best.settings:
+        parts.append(f"{'' if fresh is None else 'with stale weights, '}{to_set(best, run)}")
+    if fresh is not None and (fresh.settings or parts):
+        parts.append(with_fresh(fresh, run) if parts else f"with fresh weights, {to_set(fresh, run)}")
+    return f"{capitalized('; '.join(parts))}{', unless the run has it' if run is None else ''}." if parts else ""
+
+
+def with_fresh(correction: Correction, run: Settings | None) -> str:
+    """What to do with fresh weights, after a part of the sentence about stale ones."""
+    return (
+        f"with fresh ones, {to_set(correction, run) if correction.settings else 'the correction of the run is right'}"
+    )
+
+
+def to_set(correction: Correction, run: Settings | None) -> str:
+    """What to set, and to remove, as the end of a sentence."""
+    of_run = None if run is None else run.rollout_correction
+    pairs = [
+        f"`{name}` to {str(value).lower()}"
+        for name, value in correction.settings.items()
+        if (name, value) != ("rollout_correction", of_run) or len(correction.settings) == 1
+    ]
+    *first, last = pairs
+    remove = f" (and remove {', '.join(f'`{name}`' for name in correction.remove)})" if correction.remove else ""
+    return f"set {' and '.join(filter(None, [', '.join(first), last]))}{remove}"
