@@ -199,6 +199,56 @@ def test_a_run_is_not_advised_the_settings_that_it_has(tmp_path):
     assert "find the cause of the gap first" in far["why"]
 
 
+MODE = "vllm_importance_sampling_mode"
+OF_TRAINER = {  # fields of TRL, by trainer
+    "grpo": {"per_device_train_batch_size": 8, "use_vllm": True, MODE: "sequence_mask"},
+    "rloo": {"per_device_train_batch_size": 8, "use_vllm": True},
+    "async": {"per_device_train_batch_size": 8},
+}
+
+
+def of_age(folder, age, trainer):
+    """The dump of a run in which the completions of each step have an age."""
+    for step, path in enumerate(dump.files_of(folder), 1):
+        table, before, about, _ = read_table(path)
+        rows = [{**row, "staleness": age(step)} for row in table.to_pylist()]
+        settings = {name: value for name, value in before.items() if name not in OF_TRAINER["grpo"]}
+        dump.write_rows(
+            folder, *map(int, re.findall(r"\d+", path.name)), rows, {**settings, **OF_TRAINER[trainer]}, about
+        )
+    return folder
+
+
+def test_the_recommendation_depends_on_the_age_and_the_trainer(tmp_path, capsys):
+    """With fresh weights `auto` was worse than TRL's correction, which only GRPO has."""
+    folder = make_dump(tmp_path, steps=2, rows=16, settings={"rollout_correction": "disabled"})
+    stale, of_trl = {"rollout_correction": "auto"}, {"rollout_correction": "trl", MODE: "token_truncate"}
+
+    def recommended(age, trainer):
+        return document(of_age(folder, age, trainer))["recommendation"]["fields"]
+
+    assert recommended(lambda step: step - 1, "grpo") == stale
+    assert recommended(lambda step: 0, "async") == stale
+    assert recommended(lambda step: 0, "rloo") == {"rollout_correction": "decoupled_token_is"}
+    found = document(of_age(folder, lambda step: 0, "grpo"))
+    row = found["recommendation"]["row"]
+    assert (row, found["recommendation"]["fields"]) == ("trl with token_truncate", of_trl)
+    assert [it["fields"]["rollout_is"] for it in found["settings"] if it["name"] == row] == ["token"]
+    text = compare(folder)
+    assert f"| {row} (recommended)" in text
+    assert "All completions come from fresh weights" in text
+    assert f"{MODE}: token_truncate" in text
+    main(["diagnose", str(folder), "--json"])
+    advised = [it["settings"] for it in json.loads(capsys.readouterr().out)["causes"] if it["preset"]]
+    assert advised
+    assert all({**settings, **of_trl} == settings for settings in advised)
+    text = compare(dump.files_of(folder)[0])  # of step 1, in which the weights of every run are fresh
+    assert "Recommended: auto." in text
+    assert f"with fresh ones, set `rollout_correction` to trl and `{MODE}` to token_truncate." in text
+    dump.append_log(folder, {"step": 3, "rollout_corr/staleness_max": 1.0})  # of which nothing is dumped
+    assert "Recommended: auto." in compare(folder)
+
+
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
     first, _ = compare(make_dump(tmp_path, spread=3.0, gaussian=True, logs=False)).split("\nSpread")
     rows = [line for line in first.splitlines() if line.startswith("|")]
