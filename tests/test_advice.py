@@ -215,7 +215,7 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ("GRPO", {"loss_type": "vespo"}),
+    ("GRPO", {"rollout_correction": "auto", "loss_type": "vespo"}),
     ("GRPO", {"rollout_correction": "bypass_pg_is", "loss_type": "cispo"}),
     ("GRPO", {"rollout_correction": "bypass_pg_is", "importance_sampling_level": "sequence"}),
     ("GRPO", {"rollout_is": "token", "rollout_is_threshold": [[0, 1], [1, 1]]}),

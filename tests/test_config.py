@@ -232,10 +232,20 @@ def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
 # What no preset is named for ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", [{}, {"rollout_nan_policy": "raise"}, {"rollout_is_threshold": 3.0}])
-def test_the_default_is_auto(other):
+@pytest.mark.parametrize(
+    ("other", "preset"),
+    [
+        ({}, "trl"),
+        ({"rollout_nan_policy": "raise"}, "trl"),
+        ({"rollout_diagnose": True}, "trl"),
+        ({"rollout_is_threshold": 3.0}, "auto"),
+        ({"rollout_metrics_only": True}, "auto"),
+    ],
+)
+def test_the_default_is_the_loss_of_trl_and_a_changed_field_is_one_of_auto(other, preset):
     for build in (RolloutCorrectionConfig, grpo):
-        assert build(**other).settings == build(rollout_correction="auto", **other).settings
+        assert build(**other).settings == build(rollout_correction=preset, **other).settings
+        assert build(**other).settings.rollout_correction == preset
         assert build(**other).rollout_correction == "default"
 
 
@@ -575,6 +585,11 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
     [
         (
             {},
+            "trl: TRL's loss, unchanged: each completion is weighted by its ratio (trainer to sampler), or by 0 outside "
+            f"[0, 3]; {AROUND_OLD}",
+        ),
+        (
+            {"rollout_correction": "auto"},
             "auto: each token is weighted by its ratio (trainer to sampler) moved into [0, 3] if its advantage is negative, "
             "and by 1 if it is positive; rejected are tokens whose probability has moved with the update by more than 0.2 "
             f"(token_tv), and tokens whose ratio is below 0.001 (token_k1); {AROUND_OLD}",
@@ -669,7 +684,7 @@ def test_help_and_docstring_have_every_field(capsys):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"loss_type": "vespo"}, "`loss_type` is 'vespo'"),
+        ({"rollout_correction": "auto", "loss_type": "vespo"}, "`loss_type` is 'vespo'"),
         (
             {"rollout_correction": "bypass_pg_is", "importance_sampling_level": "sequence"},
             "`importance_sampling_level` is 'sequence'",

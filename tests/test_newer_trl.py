@@ -177,12 +177,14 @@ class NewGRPOConfig(RolloutCorrectedGRPOConfig):
 
 
 def test_a_correction_that_is_not_known_is_switched_off_and_named(tmp_path):
-    config = NewGRPOConfig(str(tmp_path), bf16=False)
+    config = NewGRPOConfig(str(tmp_path), bf16=False, rollout_correction="auto")
     with without_trl_correction(config, config.settings):
         assert not config.vllm_importance_sampling_twice
         assert not config.vllm_importance_sampling_correction
     assert config.vllm_importance_sampling_twice  # for a trainer of TRL
-    config = NewGRPOConfig(str(tmp_path), bf16=False, vllm_importance_sampling_level="sequence")
+    config = NewGRPOConfig(
+        str(tmp_path), bf16=False, rollout_correction="auto", vllm_importance_sampling_level="sequence"
+    )
     with (
         pytest.warns(UserWarning, match=r"`vllm_importance_sampling_level='sequence'` has no effect"),
         without_trl_correction(config, config.settings),

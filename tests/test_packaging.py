@@ -67,7 +67,7 @@ def test_recipes_are_written_out_once(tmp_path, capsys):
         assert (tmp_path / "new" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
     assert not list(tmp_path.rglob("__pycache__"))
     assert main(["recipes", str(tmp_path / "new")]) == 2
-    assert "has recipes and examples already" in capsys.readouterr().err
+    assert "already contains recipes and examples" in capsys.readouterr().err
 
 
 def test_what_it_says_next_exists(tmp_path):

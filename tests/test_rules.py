@@ -70,8 +70,9 @@ ILL = {
 
 
 def config(**fields):
-    """Settings in effect of a configuration."""
-    return RolloutCorrectionConfig(**fields).settings
+    """Settings in effect of a configuration, of `auto` if it names no correction."""
+    named = fields.keys() & {"rollout_correction", "rollout_is", "rollout_rs"}
+    return RolloutCorrectionConfig(**({} if named else {"rollout_correction": "auto"}), **fields).settings
 
 
 def history(*windows, spacing=1):

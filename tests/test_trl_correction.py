@@ -219,11 +219,10 @@ def test_fields_of_trl_that_have_no_effect_are_named(tiny_model_path, tmp_path):
     off = {f"{OF_TRL}correction": False}
     with pytest.warns(UserWarning, match="`vllm_importance_sampling_clip_max=5.0` has no effect: .* is 'auto'"):
         built(**{f"{OF_TRL}clip_max": 5.0})
-    with pytest.warns(
-        UserWarning, match="`vllm_importance_sampling_correction=False` has no effect.*set it to disabled"
-    ):
-        assert built(**off)._settings.changes_loss  # a user who moves a script may expect a run without correction
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        moved = built(**off, rollout_correction="default")._settings  # a script that is moved keeps what it did
+        assert moved.by_trl
+        assert not moved.corrects
         built(**off, rollout_correction="disabled")
         built()

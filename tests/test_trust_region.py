@@ -98,7 +98,7 @@ def test_probabilities_near_zero_and_one(divergence):
 def test_missing_advantages_are_named(advantages):
     zeros = torch.zeros(3, 2)
     with pytest.raises(
-        ValueError, match=r"`rollout_rs` has 'token_tv', .* pass `advantages` of shape \(3,\) or \(3, 2\)"
+        ValueError, match=r"`rollout_rs` contains 'token_tv', .* pass `advantages` of shape \(3,\) or \(3, 2\)"
     ):
         correct(zeros, zeros, torch.ones(3, 2), advantages, rollout_rs="token_tv", rollout_rs_threshold=0.1)
 

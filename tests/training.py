@@ -96,13 +96,18 @@ def config_fields(output_dir, schedule: str = "aligned", **fields) -> dict[str, 
 
 
 def build(trainer_class, config_class, model, folder, *, sampler=None, schedule="aligned", extra=None, **fields):
-    """A trainer on the tiny model. `extra` are arguments of the trainer, `fields` those of its configuration."""
+    """
+    A trainer on the tiny model. `extra` are arguments of the trainer, `fields` those of its configuration, which corrects with
+    `auto` unless they name a correction.
+    """
     arguments = {"reward_funcs": length_reward, "train_dataset": prompts(64), **(extra or {})}
     if sampler is not None:
         arguments["rollout_func"] = sampler
     fields = config_fields(**{"output_dir": folder, "schedule": schedule, **fields})
     if not issubclass(config_class, RolloutCorrectionConfig):
         del fields["rollout_monitor"]
+    elif fields.keys().isdisjoint({"rollout_correction", "rollout_is", "rollout_rs"}):
+        fields["rollout_correction"] = "auto"
     return trainer_class(model, args=config_class(**fields), **arguments)
 
 

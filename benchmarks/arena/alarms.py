@@ -109,7 +109,7 @@ def _kind(record: Mapping[str, Any], settings: Settings) -> str:
     sampler = record["settings"]["sampler"]
     if "garbage" in sampler:
         return "faulty"
-    if not sampler.get("lag") and "quantization" not in sampler:
+    if not sampler.get("lag") and not sampler.keys() & {"quantization", "noise"}:
         return "fresh"
     return "corrected" if settings.corrects else "uncorrected"
 

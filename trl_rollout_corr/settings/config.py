@@ -30,7 +30,7 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given with it override it. By default `auto`; but if `rollout_is` or
+            Name of a preset, or `None`; fields given with it override it. By default `trl`; but if `rollout_is` or
             `rollout_rs` is given, only what is given is done. `"trl"` keeps the loss of TRL with its own correction.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or `None`.

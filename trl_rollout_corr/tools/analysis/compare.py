@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...messages import warn
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.presets import DEFAULT, PRESETS
+from ...settings.presets import CORRECTION, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
 from ..dump.reading import open_dump
@@ -150,7 +150,7 @@ def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
     """
     mode = run.mode
-    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
+    named = {_REFERENCE, CORRECTION, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
     return [
         name
         for name, preset in presets.items()

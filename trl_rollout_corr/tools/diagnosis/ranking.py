@@ -118,7 +118,9 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
     # tokens without a log-ratio come first, and normal causes last, however large
     findings.sort(key=lambda x: (x.name not in WITHOUT_RATIO, x.cause.normal, -x.share * x.certainty))
-    findings = _effects(o) + findings
+    faults = [finding for finding in findings if not finding.cause.normal]
+    normal = [finding for finding in findings if finding.cause.normal]
+    findings = faults + _effects(o) + normal  # a fault also causes the effects of a large gap
     verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
     floor = None if o.coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
