@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="`trl-rollout-corr COMMAND --help` explains a command, and `trl-rollout-corr docs` lists the documents.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.set_defaults(code=0)  # exit code of a command that ran
+    parser.set_defaults(code=0, subject="command")  # exit code of a command that ran, and what an error is about
     commands = parser.add_subparsers(dest="command")
 
     command = commands.add_parser(

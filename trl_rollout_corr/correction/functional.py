@@ -228,7 +228,10 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     if divergence == "k1":
         return -log_ratio
     bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return bounded.square() / 2 if divergence == "k2" else k3(bounded)
+    if divergence == "k2":
+        return bounded.square() / 2
+    assert divergence == "k3"  # a new name must not become another one's estimate
+    return k3(bounded)
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
