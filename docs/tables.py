@@ -40,7 +40,7 @@ IN_SHORT = {
     "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
     "close": "Find out [where the gap comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
-    "broken": "By default, the loss leaves out such tokens; with `rollout_correction: trl` they stay in TRL's loss.",
+    "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss; corrections of this package leave them out.",
     "correct": "With stale weights, set `rollout_correction` to auto; with fresh ones, set it to trl and "
     "`vllm_importance_sampling_mode` to token_truncate (RLOO: decoupled_token_is).",
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "

@@ -342,7 +342,8 @@ def test_two_causes_have_messages_of_their_own(observe):
 
 def test_the_alarm_in_the_readme_is_one_of_the_monitor(observe):
     """Its lines, up to the dots that stand for what was left out."""
-    of_trl = {"rollout_corr/k3_kl": 0.002, "rollout_corr/rollout_is_mean": 0.27, "completions/mean_length": 1024.0}
+    ours = {"k3_kl": 0.002, "rollout_is_mean": 0.27, "staleness_mean": 0.0, "staleness_max": 0.0}
+    of_trl = {"completions/mean_length": 1024.0, **{f"rollout_corr/{name}": value for name, value in ours.items()}}
     args = RolloutCorrectedGRPOConfig("output", rollout_correction="trl", use_vllm=True, use_cpu=True, bf16=False)
     said, _, _ = observe(RolloutCorrectionMonitor(), [of_trl] * 2, settings=args.settings)
     (message,) = (" ".join(message.split()) for message in said)

@@ -564,12 +564,12 @@ def test_one_finding_per_cause():
         ({}, "The loss leaves out such tokens."),
         ({"rollout_nan_policy": "neutralize"}, "takes their ratio as 1"),
         ({"rollout_correction": "trl"}, "They stay in TRL's loss."),
-        (None, "By default, the loss leaves out such tokens."),
+        (None, "By default, corrections of this package leave out such tokens."),
     ],
 )
 def test_the_alarm_about_missing_numbers_says_what_the_loss_of_this_run_does(fields, said):
     broken = {**HEALTHY_WINDOW, "nonfinite_fraction": 0.01}
-    [finding] = examine(history(broken), None if fields is None else RolloutCorrectionConfig(**fields).settings)
+    [finding] = examine(history(broken), None if fields is None else config(**fields))
     assert said in finding.advice
     assert "returns None" in finding.why
 

@@ -434,7 +434,7 @@ def cut_answers() -> list[Run]:
 def fresh_weights() -> list[Run]:
     """A sampler with the newest weights whose numbers are less exact, for many steps."""
     planned = [(task, ["on_policy", *PRECISION_ARMS], seed) for seed in SEEDS for task in PRECISION_TASKS]
-    added = [(PRECISION_TASKS[0], PRECISION_PARTS, seed) for seed in SEEDS]
+    added = [(task, PRECISION_PARTS, seed) for seed in SEEDS for task in PRECISION_TASKS]
     return [
         replace(run, steps=LONG)
         for task, arms, seed in (*planned, *added)

@@ -135,7 +135,7 @@ _BROKEN = {
     "neutralize": "The loss keeps such tokens and takes their ratio as 1 where the sampler's number is missing.",
     "raise": "",
     "trl": "They stay in TRL's loss.",
-    "unknown": "By default, the loss leaves out such tokens.",
+    "unknown": "By default, corrections of this package leave out such tokens.",
 }
 
 
