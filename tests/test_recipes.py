@@ -16,6 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ACCELERATE, ROOT, UNCOMPILED, free_port, run
+from tests.test_docs import answers
 from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
@@ -30,6 +31,20 @@ AGENT = "grpo/agent.yaml"  # of an example of its own
 OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 # There to be seen and changed, whatever their defaults.
 ALWAYS_WRITTEN = {"rollout_correction", "output_dir", "model_name_or_path", "use_vllm", "logging_steps"}
+
+
+# About something else than the correction, with fresh weights: the row of the table in `docs/choosing.md` that they follow
+SHORT, LONG = "fresh bf16, short completions", "fresh bf16, long completions"
+FRESH = {
+    "grpo/cpu.yaml": SHORT,
+    "grpo/trl.yaml": LONG,
+    "grpo/lora.yaml": LONG,
+    "grpo/server.yaml": LONG,
+    "grpo/agent.yaml": LONG,
+    "grpo/fp32_head.yaml": LONG,
+    "grpo/fp16.yaml": "fresh, float32 or float16 on both sides",
+    "grpo/fp8.yaml": "fp8 weights, fresh",
+}
 
 
 def text(recipe: str) -> str:
@@ -66,11 +81,17 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
         _, args, model_args = parse(recipe, *on_a_cpu(tmp_path))
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
     assert said == []
-    assert args.settings.corrects or "metrics_only" in recipe
+    assert args.settings.corrects or "metrics_only" in recipe or recipe in FRESH
     assert "/" in model_args.model_name_or_path
     assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)
     assert settings(recipe)["output_dir"] == f"outputs/{recipe.replace('/', '_').removesuffix('.yaml')}"
+
+
+@pytest.mark.parametrize("recipe", FRESH)
+def test_recipes_with_fresh_weights_take_the_answer_of_the_table(recipe):
+    given = {settings(recipe).get(field) for field in ("rollout_correction", "vllm_importance_sampling_mode")}
+    assert given - {None} == answers()[FRESH[recipe]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
