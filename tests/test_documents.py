@@ -81,6 +81,14 @@ def test_words_find_their_section_first(capsys):
         ("qlora", "setups#qlora-and-4-bit-bases"),
         ("liger", "setups#liger"),
         ("oom", "debugging#out-of-memory"),
+        ("W&B", "metrics#names-in-dashboards-and-trackers"),
+        ("repeat", "debugging#alarms"),
+        ("8192", "trl#long-completions"),
+        ("upgrade", "setups#releases"),
+        ("fp8", "quantised#8-bit-samplers"),
+        ("bf16", "choosing#by-precision-of-the-sampler"),
+        ("moe", "setups#a-large-mixture-of-experts"),
+        ("nan", "debugging#nonfinite_many"),
     ],
 )
 def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typed, section):
