@@ -24,8 +24,8 @@ from .tools.text import visible
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check` says no or `diagnose`
-    or `probe` finds a cause.
+    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check`
+    says no or `diagnose` or `probe` finds a cause.
     """
     parser = make_parser()
     args, options = parser.parse_known_args(arguments)
@@ -229,7 +229,8 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.set_defaults(run=_probe, subject="model")
 
 
-# Each command imports its work when it runs: `convert` does without torch, and `--help` does not wait for it.
+# Each command imports its work when it runs: `convert` does without torch, and `--help` does not
+# wait for it.
 
 
 def _convert(args: argparse.Namespace) -> str:

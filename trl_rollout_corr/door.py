@@ -1,5 +1,6 @@
 """
-The door between the core, which decides the loss and its metrics, and the tools, which observe, explain and translate.
+The door between the core, which decides the loss and its metrics, and the tools, which observe,
+explain and translate.
 
 A tool is imported when a setting asks for it, and only here. No other module of the core names one.
 """
@@ -8,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 
-# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch: all are a
-# `~trl_rollout_corr.trainers.watcher.Watcher`
+# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch:
+# all are a `~trl_rollout_corr.trainers.watcher.Watcher`
 WATCHERS = {
     "rollout_monitor": "tools.monitor.callback:RolloutCorrectionMonitor",
     "rollout_diagnose": "tools.diagnosis.first_step:FirstStepDiagnosis",

@@ -14,7 +14,8 @@ __version__ = "0.1.0"
 # First part of every metric key
 PREFIX = "rollout_corr/"
 
-# Messages during a run. Without a handler of the user's, Python writes them unchanged to standard error.
+# Messages during a run. Without a handler of the user's, Python writes them unchanged to standard
+# error.
 logger = logging.getLogger("trl_rollout_corr")
 
 
@@ -24,8 +25,9 @@ class SelfContainedError(ValueError):
 
 class SettingError(ValueError):
     """
-    An error about the value of one setting. With `allowed`, such as "above 1", the message begins "`field` must be above 1,
-    got 0.5", otherwise "`field` is 0.5". `part` is the part of the setting that the value is for, such as "for `token_k1`".
+    An error about the value of one setting. With `allowed`, such as "above 1", the message begins
+    "`field` must be above 1, got 0.5", otherwise "`field` is 0.5". `part` is the part of the
+    setting that the value is for, such as "for `token_k1`".
     """
 
     def __init__(
@@ -92,8 +94,8 @@ def plain(value: Any) -> Any:
     """
     A value of any type, in types that JSON has: no setting and no logged value may end a run.
 
-    Numbers of numpy and torch become Python's, a `torch.dtype` its name as configurations have it (`"float16"`), and
-    everything else its text.
+    Numbers of numpy and torch become Python's, a `torch.dtype` its name as configurations have it
+    (`"float16"`), and everything else its text.
     """
     if isinstance(value, Enum):
         value = value.value

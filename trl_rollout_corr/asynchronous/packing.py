@@ -1,7 +1,8 @@
 """
 Packed rows of TRL's asynchronous trainer: from flat loss terms to completions, and back.
 
-`M` loss terms of a row, `B` completions, `T` tokens from the first of the loss to the last of a completion.
+`M` loss terms of a row, `B` completions, `T` tokens from the first of the loss to the last of a
+completion.
 """
 
 import torch
@@ -11,8 +12,8 @@ class Terms:
     """
     Map between the loss terms of a row and the tokens of its completions.
 
-    `index`, `(B, T)`, has the number of the loss term of each token; -1 for tokens without one and after the end of a
-    completion.
+    `index`, `(B, T)`, has the number of the loss term of each token; -1 for tokens without one and
+    after the end of a completion.
     """
 
     def __init__(self, index: torch.Tensor) -> None:

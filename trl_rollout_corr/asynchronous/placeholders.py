@@ -1,8 +1,9 @@
 """
 Placeholders in TRL's asynchronous loss: for two tensors of the batch, and for the model.
 
-The loss takes its terms from the batch before it runs the model, and the correction knows their values only afterwards. So a
-[`Placeholder`] stands for each tensor, and [`CorrectedPolicy`] stands for the model, whose output fills the placeholders.
+The loss takes its terms from the batch before it runs the model, and the correction knows their
+values only afterwards. So a [`Placeholder`] stands for each tensor, and [`CorrectedPolicy`] stands
+for the model, whose output fills the placeholders.
 
 `M` loss terms of a row.
 """
@@ -16,8 +17,8 @@ class Placeholder:
     """
     Stands for a tensor of a batch whose values are known only after the forward pass.
 
-    TRL takes its loss terms (`tensor[selected]`) before the forward pass, and uses them afterwards. They hold NaN until then,
-    so that an earlier use shows in the loss.
+    TRL takes its loss terms (`tensor[selected]`) before the forward pass, and uses them afterwards.
+    They hold NaN until then, so that an earlier use shows in the loss.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,15 +1,16 @@
 """
-Age, reward and layout of samples, on their way from the queue of the rollout worker to the micro-batch, on the main process.
+Age, reward and layout of samples, on their way from the queue of the rollout worker to the
+micro-batch, on the main process.
 
-TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends row `i` to rank `i`. It drops
-the version of the weights and the rewards. Three wrappers keep them:
+TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends
+row `i` to rank `i`. It drops the version of the weights and the rewards. Three wrappers keep them:
 
 - [`WatchedQueue`], around the queue, remembers the last sample and the samples that TRL drops;
 - [`AnnotatedSamples`], around the data set, adds the reward and the optimizer step to each sample;
 - [`LayoutCollator`], around the collator, adds the keys below to the batch.
 
-`R` rows, one per rank; `B` completions of a row, `T` tokens from the first of the loss to the last of a completion; both of
-the largest row.
+`R` rows, one per rank; `B` completions of a row, `T` tokens from the first of the loss to the last
+of a completion; both of the largest row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,8 +85,8 @@ def checked(sample: RolloutSample) -> RolloutSample:
 
 class AnnotatedSamples(torch.utils.data.IterableDataset):
     """
-    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` has the optimizer step of each
-    version of the weights.
+    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` has the
+    optimizer step of each version of the weights.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
 
 class LayoutCollator:
     """
-    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to TRL's batch; `with_text` also
-    prompts and completions, for a dump or a diagnosis.
+    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to
+    TRL's batch; `with_text` also prompts and completions, for a dump or a diagnosis.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int) -> None:

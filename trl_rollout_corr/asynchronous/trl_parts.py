@@ -12,7 +12,8 @@ from ..trainers.versions import TESTED
 
 _PLACES = ("trl", "trl.experimental.async_grpo")  # of the class, the newest first
 _PARTS = ("AsyncGRPOConfig", "AsyncRolloutWorker", "RolloutSample", "TreeRow")
-# Methods of the trainer in use, with their parameters: `trl_interface.py` has those of the other trainers
+# Methods of the trainer in use, with their parameters: `trl_interface.py` has those of the other
+# trainers
 METHODS = {
     "compute_loss": SHARED["compute_loss"],
     "get_train_dataloader": ["self"],

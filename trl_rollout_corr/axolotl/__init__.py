@@ -1,5 +1,6 @@
 """
-Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs setups#axolotl` shows how to use it.
+Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs setups#axolotl`
+shows how to use it.
 
 In Axolotl's YAML:
 

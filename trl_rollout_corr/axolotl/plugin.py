@@ -1,7 +1,9 @@
 """
-The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer takes the place of its own.
+The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer
+takes the place of its own.
 
-Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a stand-in of its interface.
+Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a stand-in of its
+interface.
 """
 
 from typing import Any
@@ -16,16 +18,18 @@ from ..settings.config import RolloutCorrectionConfig
 FIELDS = [*RolloutCorrectionConfig.__dataclass_fields__]
 KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
 RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
-# Named and not imported: Axolotl joins the fields of its plugins when its trainers are imported, which must come later
+# Named and not imported: Axolotl joins the fields of its plugins when its trainers are imported,
+# which must come later
 TRAINER = "trl_rollout_corr.axolotl.trainer.RolloutCorrectedAxolotlTrainer"
 
 
 class RolloutCorrectionPlugin(BasePlugin):
     """
-    Rollout correction for `rl: grpo`. Axolotl builds the plugin from its name under `plugins`, and calls the methods.
+    Rollout correction for `rl: grpo`. Axolotl builds the plugin from its name under `plugins`, and
+    calls the methods.
 
-    It makes every `rollout_*` field of [`RolloutCorrectionConfig`] a key of Axolotl's YAML. Axolotl drops keys whose value is
-    null: write `none` instead.
+    It makes every `rollout_*` field of [`RolloutCorrectionConfig`] a key of Axolotl's YAML. Axolotl
+    drops keys whose value is null: write `none` instead.
     """
 
     def register(self, cfg: dict) -> None:
@@ -50,7 +54,8 @@ class RolloutCorrectionPlugin(BasePlugin):
                 )
         if not of_trl.get("use_vllm"):
             raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it to true.")
-        # A class that a plugin returns gets neither model nor reward functions from Axolotl; a name in the YAML does
+        # A class that a plugin returns gets neither model nor reward functions from Axolotl; a name
+        # in the YAML does
         cfg["trainer_cls"] = cfg.get("trainer_cls") or TRAINER
 
     def get_input_args(self) -> str:

@@ -9,9 +9,11 @@ from ..trainers.grpo import RolloutCorrectedGRPOTrainer
 
 class RolloutCorrectedAxolotlTrainer(RolloutCorrectedGRPOTrainer, AxolotlGRPOTrainer):
     """
-    Axolotl's trainer for `rl: grpo`, with rollout correction. Axolotl builds it, with its own arguments.
+    Axolotl's trainer for `rl: grpo`, with rollout correction. Axolotl builds it, with its own
+    arguments.
 
-    Rollout correction comes before Axolotl's trainer among the bases, so that `super()` reaches Axolotl's methods.
+    Rollout correction comes before Axolotl's trainer among the bases, so that `super()` reaches
+    Axolotl's methods.
     """
 
     _tag_names = [*AxolotlGRPOTrainer._tag_names, *TAGS]

@@ -1,9 +1,10 @@
 """
-Age of the data, and the part of the gap to the sampler that updates of the policy explain. Sums until they are logged, as in
-`metrics.py`. Torch only.
+Age of the data, and the part of the gap to the sampler that updates of the policy explain. Sums
+until they are logged, as in `metrics.py`. Torch only.
 
-The age of a token is the number of optimizer steps between the weights that sampled it and the weights that train on it. The
-age of a completion is the age of its oldest token. In the metrics of a whole batch it is called staleness.
+The age of a token is the number of optimizer steps between the weights that sampled it and the
+weights that train on it. The age of a completion is the age of its oldest token. In the metrics of
+a whole batch it is called staleness.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,9 @@ _GAP = ("tokens", "d", "k3")
 
 class Staleness(SegmentedSums):
     """
-    Sums of ages, of the two parts of the gap to the sampler, and the completions that the asynchronous trainer trained on or
-    that were dropped as too old. A segment that is unknown stays 0.
+    Sums of ages, of the two parts of the gap to the sampler, and the completions that the
+    asynchronous trainer trained on or that were dropped as too old. A segment that is unknown stays
+    0.
     """
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -50,16 +52,16 @@ class Staleness(SegmentedSums):
 
 def engine_gap(statistics: Statistics) -> Segments:
     """
-    Gap of the old policy to the sampler, which has the same weights: it is due to the two engines. For [`Staleness.of`]. The
-    training policy of `statistics` is the old policy.
+    Gap of the old policy to the sampler, which has the same weights: it is due to the two engines.
+    For [`Staleness.of`]. The training policy of `statistics` is the old policy.
     """
     return {"engine": torch.stack([statistics[name] for name in _GAP])}
 
 
 def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
     """
-    Gap of the current policy to the old policy, which is due to the optimizer steps between the two. For [`Staleness.of`].
-    Log-probabilities, in nats, and mask are of shape `(B, T)`.
+    Gap of the current policy to the old policy, which is due to the optimizer steps between the
+    two. For [`Staleness.of`]. Log-probabilities, in nats, and mask are of shape `(B, T)`.
     """
     tokens = select_tokens(current_logps, old_logps, mask)
     # d = log pi_current - log pi_old, with the KL estimate k3 = exp(d) - 1 - d
@@ -77,8 +79,8 @@ def count_ages(ages: torch.Tensor) -> Segments:
 
 def count_completions(mask: torch.Tensor, n_dropped: int) -> Segments:
     """
-    Number of completions that are trained on, those with a token in the mask, `(B, T)`, and of those that were dropped as too
-    old. For [`Staleness.of`].
+    Number of completions that are trained on, those with a token in the mask, `(B, T)`, and of
+    those that were dropped as too old. For [`Staleness.of`].
     """
     trained = (mask != 0).any(1).sum(dtype=accumulation_dtype(mask.device))
     return {"completions": torch.stack([trained, torch.full_like(trained, n_dropped)])}

@@ -36,8 +36,8 @@ class RolloutCorrection:
 
     Args:
         weights (`torch.Tensor` of shape `(B, T)` or `None`):
-            Detached importance weights after bounding and batch normalisation, 0 outside the valid tokens. `None` without
-            weights.
+            Detached importance weights after bounding and batch normalisation, 0 outside the valid
+            tokens. `None` without weights.
         keep (`torch.Tensor` of shape `(B, T)`):
             Boolean mask: valid tokens that every criterion keeps.
         valid (`torch.Tensor` of shape `(B, T)`):
@@ -47,7 +47,8 @@ class RolloutCorrection:
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
         log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode, which does not need it.
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode,
+            which does not need it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums from which the metrics are made.
     """
@@ -63,19 +64,21 @@ class RolloutCorrection:
     @property
     def coefficients(self) -> torch.Tensor:
         """
-        Factors of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without the weights where the mode
-        does not apply them. Computed at each access.
+        Factors of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without
+        the weights where the mode does not apply them. Computed at each access.
         """
         coefficients = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
         return coefficients if self.weights is None or not self.applies_weights else coefficients.mul_(self.weights)
 
     def adjusted(self, *, keep: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> Self:
         """
-        Copy with a criterion or with weights of your own, for a trainer that overrides `_compute_correction`.
+        Copy with a criterion or with weights of your own, for a trainer that overrides
+        `_compute_correction`.
 
         Args:
             keep (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-                Boolean mask of the tokens that your criterion keeps. Tokens that the settings reject stay rejected.
+                Boolean mask of the tokens that your criterion keeps. Tokens that the settings
+                reject stay rejected.
             weights (`torch.Tensor` of shape `(B, T)`, *optional*):
                 Weights that replace the weights of the settings.
 
@@ -83,7 +86,8 @@ class RolloutCorrection:
             `ValueError`: if a tensor has another shape.
 
         Returns:
-            [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics with `rollout_is` or
+            [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics
+            with `rollout_is` or
                 `rollout_rs` in their name still describe the settings.
         """
         shape = tuple(self.keep.shape)
@@ -116,33 +120,37 @@ def compute_rollout_correction(
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RolloutCorrection:
     """
-    Correct a batch for the mismatch between the policy that sampled it and the policy that trains on it.
+    Correct a batch for the mismatch between the policy that sampled it and the policy that trains
+    on it.
 
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the sampled tokens under the training policy, in nats: the *old* policy in decoupled mode,
-            the *current* one in bypass mode. Gradients are not followed.
+            Log-probabilities of the sampled tokens under the training policy, in nats: the *old*
+            policy in decoupled mode, the *current* one in bypass mode. Gradients are not followed.
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the same tokens under the policy that sampled them, in nats.
         mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN included.
+            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN
+            included.
         config ([`RolloutCorrectionConfig`] or [`~trl_rollout_corr.settings.resolve.Settings`]):
             Settings, or the result of resolving them.
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
-            Advantages, for criteria that depend on their sign, and for the divergence by sign of the advantage.
+            Advantages, for criteria that depend on their sign, and for the divergence by sign of
+            the advantage.
         turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Turn of each token, for weights and criteria of turns: numbers of 0 or more that never decrease. By default a turn
-            is a run of tokens of the mask.
+            Turn of each token, for weights and criteria of turns: numbers of 0 or more that never
+            decrease. By default a turn is a run of tokens of the mask.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
-            Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`, and only if
-            `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at hand is
-            the whole batch.
+            Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`,
+            and only if `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole
+            batch. By default the batch at hand is the whole batch.
 
     Returns:
         [`RolloutCorrection`]: detached; gradients are finite for all inputs.
 
     Raises:
-        `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the loss is not finite and
+        `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the
+        loss is not finite and
             `rollout_nan_policy` is `"raise"`.
 
     Example:

@@ -1,10 +1,12 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. Indicators of tokens are numbers, 1 or 0, in the type of the log-ratio:
-multiplying and adding them is several times faster than combining and counting booleans.
+Shapes: `B` completions, `T` completion tokens. Indicators of tokens are numbers, 1 or 0, in the
+type of the log-ratio: multiplying and adding them is several times faster than combining and
+counting booleans.
 
-Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
+Nothing in this module reads a configuration, synchronises with the host, or talks to another
+process.
 """
 
 import math
@@ -18,11 +20,13 @@ from ..settings.criteria import OF_PROBABILITIES, Bounding, Criterion
 
 Bound = float | torch.Tensor
 
-# exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit in float32. The bound is
-# verl's. verl also raises ratios below exp(-20) to exp(-20); here they keep their value, which is at most 2e-9 away.
+# exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit
+# in float32. The bound is verl's. verl also raises ratios below exp(-20) to exp(-20); here they
+# keep their value, which is at most 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
-# A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in float32.
+# A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in
+# float32.
 LARGEST_LOG_RATIO = 1e15
 
 # Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
@@ -34,8 +38,8 @@ SMALLEST_PROBABILITY = 1e-6
 # A mean weight below this carries no information to normalise with (every weight was zeroed).
 MIN_MEAN_WEIGHT = 1e-8
 
-# Rows are worked on in blocks of so many tokens, of which a dozen tensors are alive at a time. On a CPU they stay in its
-# cache; elsewhere a kernel must be worth its launch.
+# Rows are worked on in blocks of so many tokens, of which a dozen tensors are alive at a time. On a
+# CPU they stay in its cache; elsewhere a kernel must be worth its launch.
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
@@ -58,14 +62,15 @@ class Tokens(NamedTuple):
 
     def over(self, unit: str, x: torch.Tensor, how: str) -> torch.Tensor:
         """
-        Sum (`"sum"`) or maximum (`"amax"`) of `x`, `(B, T)`, over each sequence (`"seq"`), `(B, 1)`, or over the turn of each
-        token (`"turn"`), `(B, T)`.
+        Sum (`"sum"`) or maximum (`"amax"`) of `x`, `(B, T)`, over each sequence (`"seq"`), `(B,
+        1)`, or over the turn of each token (`"turn"`), `(B, T)`.
         """
         of_row = x.sum(-1, keepdim=True) if how == "sum" else x.amax(-1, keepdim=True)
         if unit == "seq" or self.turn is None:
             return of_row
         turns = torch.full_like(x, 0.0 if how == "sum" else -torch.inf).scatter_reduce_(-1, self.turn, x, how)
-        # Of a single turn the sum of the sequence: another order of addition would round it differently
+        # Of a single turn the sum of the sequence: another order of addition would round it
+        # differently
         return torch.where(self.turn.amax(-1, keepdim=True) > 0, turns.gather(-1, self.turn), of_row)
 
     def part_of_turn(self) -> torch.Tensor:
@@ -97,8 +102,10 @@ def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
 
 def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Turn of each token of the model, those of `mask`, from 1; all `(B, T)`. A token outside the mask has the turn before it, or
-    0. A change of `turn_ids`, which never decrease, begins a turn; by default a turn is a run of tokens of the model.
+    Turn of each token of the model, those of `mask`, from 1; all `(B, T)`. A token outside the mask
+    has the turn before it, or
+    0. A change of `turn_ids`, which never decrease, begins a turn; by default a turn is a run of
+       tokens of the model.
     """
     model = mask != 0
     turn_so_far = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
@@ -132,9 +139,9 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the tokens that count, in float32 or wider: those of the mask whose log-ratio is finite. Log-probabilities, `(B, T)`
-    in nats, may hold anything elsewhere, NaN included. `neutralize` takes the log-ratio as 0 where only the rollout policy's
-    log-probability is not finite.
+    Select the tokens that count, in float32 or wider: those of the mask whose log-ratio is finite.
+    Log-probabilities, `(B, T)` in nats, may hold anything elsewhere, NaN included. `neutralize`
+    takes the log-ratio as 0 where only the rollout policy's log-probability is not finite.
     """
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
     train_logps = train_logps.detach().to(dtype)
@@ -156,15 +163,16 @@ def select_tokens(
 
 def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     r"""
-    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn or sequence, or `exp(mean d)` per
-    sequence.
+    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn or sequence,
+    or `exp(mean d)` per sequence.
 
-    `sequence` is the unbiased importance weight of a completion; `token` is its first-order, low-variance substitute
-    ([Your Efficient RL Framework Secretly Brings You Off-Policy RL Training](https://fengyao.notion.site/off-policy-rl));
-    `geometric` is `sequence` to the power `1 / length` ([GSPO](https://huggingface.co/papers/2507.18071) uses this form
-    of ratio).
+    `sequence` is the unbiased importance weight of a completion; `token` is its first-order,
+    low-variance substitute ([Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training](https://fengyao.notion.site/off-policy-rl)); `geometric` is `sequence` to the power `1
+    / length` ([GSPO](https://huggingface.co/papers/2507.18071) uses this form of ratio).
 
-    The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on tokens that do not count.
+    The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on
+    tokens that do not count.
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
@@ -184,8 +192,8 @@ def bounds_by_sign(
     bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[Bound | None, Bound]:
     """
-    Lower and upper bound of the importance weights. If they depend on the advantage, they have the shape of its sign
-    `direction`, `(B, 1)` or `(B, T)`.
+    Lower and upper bound of the importance weights. If they depend on the advantage, they have the
+    shape of its sign `direction`, `(B, 1)` or `(B, T)`.
     """
     if bounding.positive is None or bounding.lower is None:
         return bounding.lower, bounding.upper
@@ -203,9 +211,9 @@ def bound_weights(
     ratio: torch.Tensor, counts: torch.Tensor, *, lower: Bound | None, upper: Bound, clamp: bool = False
 ) -> torch.Tensor:
     """
-    Bound importance ratios, `(B, T)` or `(B, 1)`, which count where `counts` is 1. Without `lower` they are truncated:
-    `min(ratio, upper)`. With it they are 0 outside `[lower, upper]`, as in [IcePop](https://ringtech.notion.site/icepop), or
-    with `clamp` moved to the nearest bound.
+    Bound importance ratios, `(B, T)` or `(B, 1)`, which count where `counts` is 1. Without `lower`
+    they are truncated: `min(ratio, upper)`. With it they are 0 outside `[lower, upper]`, as in
+    [IcePop](https://ringtech.notion.site/icepop), or with `clamp` moved to the nearest bound.
     """
     if lower is None:
         return ratio.clamp(max=upper)
@@ -219,11 +227,13 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     Per-token estimates of the divergence between the two policies
     ([Approximating KL Divergence](http://joschu.net/blog/kl-approx.html)), with `d` the log-ratio:
 
-    - `k1 = -d`, which is signed: positive where the trainer finds the token less likely than the sampler did;
+    - `k1 = -d`, which is signed: positive where the trainer finds the token less likely than the
+      sampler did;
     - `k2 = d^2 / 2`, symmetric in `d`;
     - `k3 = exp(d) - 1 - d`, which grows like the ratio above 1 and like its logarithm below.
 
-    The estimate, `(B, T)`, is in nats. `k2` and `k3` are computed from `d` clamped to `[-20, 20]` so that they stay finite.
+    The estimate, `(B, T)`, is in nats. `k2` and `k3` are computed from `d` clamped to `[-20, 20]`
+    so that they stay finite.
     """
     if divergence == "k1":
         return -log_ratio
@@ -241,17 +251,19 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     r"""
-    Divergences of the two policies seen as policies over two events, the sampled token and any other. With `p` the
-    probability under the training policy, `q` under the sampler, and `D(a, b) = a ln(a / b) + (1 - a) ln((1 - a) / (1 - b))`:
+    Divergences of the two policies seen as policies over two events, the sampled token and any
+    other. With `p` the probability under the training policy, `q` under the sampler, and `D(a, b) =
+    a ln(a / b) + (1 - a) ln((1 - a) / (1 - b))`:
 
     - `tv = p - q`, the total variation with its sign, and `kl = sign(p - q) D(q, p)`: of
       [DPPO](https://huggingface.co/papers/2602.04879) (equations 13 and 14 there);
     - `binary_kl = max(D(p, q), D(q, p))`: KPop, as AReaL has it.
 
-    A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to 0.90 it moves by 8 percent.
+    A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to
+    0.90 it moves by 8 percent.
 
-    The divergence, `(B, T)`, is in nats but for `tv`, and 0 where a token does not count. Probabilities are taken within
-    `[1e-6, 1 - 1e-6]`.
+    The divergence, `(B, T)`, is in nats but for `tv`, and 0 where a token does not count.
+    Probabilities are taken within `[1e-6, 1 - 1e-6]`.
     """
     log_p = tokens.train_logps.clamp(max=0.0)
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
@@ -271,13 +283,14 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
 
 def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
     """
-    Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the advantage, for a rule that depends
-    on it.
+    Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the
+    advantage, for a rule that depends on it.
     """
     if criterion.divergence in OF_PROBABILITIES and criterion.scope == "token":
         return _reject_by_probability(tokens, criterion, direction)
     if criterion.divergence in OF_PROBABILITIES:
-        # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total variation
+        # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total
+        # variation
         kind = "kl" if criterion.divergence == "binary_kl" else criterion.divergence
         divergence = probability_divergence(tokens, kind).abs_().mul_(tokens.valid)
     else:
@@ -315,9 +328,10 @@ def _reduce(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tenso
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean, or 1 if it is below 1e-8.
-    `sums`, of shape `(2,)`, are the sum and the number of the weights of the batch of all ranks: of tokens at token level, of
-    turns at turn level, of sequences otherwise.
+    Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean,
+    or 1 if it is below 1e-8. `sums`, of shape `(2,)`, are the sum and the number of the weights of
+    the batch of all ranks: of tokens at token level, of turns at turn level, of sequences
+    otherwise.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
@@ -325,8 +339,9 @@ def mean_weight(sums: torch.Tensor) -> torch.Tensor:
 
 def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
-    Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`, or 1 if nothing is kept.
-    `valid_and_kept`, of shape `(2,)`, are the numbers of these tokens in the batch of all ranks.
+    Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`,
+    or 1 if nothing is kept. `valid_and_kept`, of shape `(2,)`, are the numbers of these tokens in
+    the batch of all ranks.
     """
     valid, n_kept = valid_and_kept
     return torch.where(n_kept > 0, valid / n_kept.clamp(min=1), torch.ones_like(valid))

@@ -1,8 +1,9 @@
 """
 Effect of the correction on groups of tokens: by the sign of the advantage and by turn. Torch only.
 
-As in `metrics.py` all values are sums in one vector until they are logged, so that a share does not depend on the split of
-the batch over ranks, micro-batches or logging steps. The layout is the same for every configuration.
+As in `metrics.py` all values are sums in one vector until they are logged, so that a share does not
+depend on the split of the batch over ranks, micro-batches or logging steps. The layout is the same
+for every configuration.
 """
 
 import math
@@ -17,8 +18,8 @@ from .sums import Applied, SegmentedSums
 
 # A token of an advantage of 0 has no policy gradient that could be taken away
 SIGNS = ("positive", "negative")
-# Turns of an agent: the first, the last of several, and the first two tokens of each turn but the first, which follow the
-# answer of a tool
+# Turns of an agent: the first, the last of several, and the first two tokens of each turn but the
+# first, which follow the answer of a tool
 TURNS = ("first", "last", "start")
 _BEGINNING = 2
 _MEASURES = ("tokens", "rejected", "removed")
@@ -66,8 +67,9 @@ def add_up_groups(
     log_ratio: torch.Tensor | None = None,  # (B, T), in nats; needed with `turns`
 ) -> Groups:
     """
-    Add up tokens, rejected tokens and gradient removed by weights, by the sign of the advantage, and the gap by turn. Of a
-    kept token, `max(0, 1 - coefficient)` counts as removed. No host synchronisation, no collective.
+    Add up tokens, rejected tokens and gradient removed by weights, by the sign of the advantage,
+    and the gap by turn. Of a kept token, `max(0, 1 - coefficient)` counts as removed. No host
+    synchronisation, no collective.
     """
     by_row = _by_row(valid, keep, coefficients)
     lengths = by_row[:, 0]

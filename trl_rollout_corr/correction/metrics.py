@@ -1,11 +1,12 @@
 """
 Metrics as sums on the device, which become numbers when they are logged. Torch only.
 
-A batch is described by one float64 vector of sums, counts and maxima ([`Statistics`]). The host waits for the
-device in [`Statistics.finish`] only. For each subject (the two policies, importance weights, rejection), the sums and the
-metrics made of them stand next to each other.
+A batch is described by one float64 vector of sums, counts and maxima ([`Statistics`]). The host
+waits for the device in [`Statistics.finish`] only. For each subject (the two policies, importance
+weights, rejection), the sums and the metrics made of them stand next to each other.
 
-Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
+Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in
+`docs/metrics.md`.
 """
 
 import math
@@ -33,8 +34,8 @@ from .sums import Applied, Sums, divide, maximum, std
 @dataclass(frozen=True)
 class Statistics(Sums):
     """
-    Sums that describe a batch with its weights and criteria. The vector, of shape `(len(sum_names) + len(max_names),)`,
-    holds the sums and the maxima.
+    Sums that describe a batch with its weights and criteria. The vector, of shape `(len(sum_names)
+    + len(max_names),)`, holds the sums and the maxima.
     """
 
     bounding: Bounding | None = None
@@ -164,7 +165,8 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
     excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
-    # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
+    # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small
+    # divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
@@ -256,7 +258,8 @@ def _weight(bounding: Bounding, log_ratio: float) -> float:
 
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n = s["tokens"]
-    # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
+    # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1
+    # and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
         smallest, largest = (_weight(bounding, d) for d in (-maximum(s["d_negated_min"]), maximum(s["d_max"])))

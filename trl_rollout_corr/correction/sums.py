@@ -1,8 +1,8 @@
 """
 Named sums in one vector. Torch only.
 
-Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking the larger maxima. So a
-metric does not depend on the split of the data.
+Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking
+the larger maxima. So a metric does not depend on the split of the data.
 """
 
 import math

@@ -22,31 +22,36 @@ _SEVERAL, _FLAG = {"nargs": "+"}, {"nargs": "?", "const": True}
 @dataclass
 class RolloutCorrectionConfig:
     r"""
-    Configuration of rollout correction. `trl-rollout-corr docs fields` explains each field, with an example.
+    Configuration of rollout correction. `trl-rollout-corr docs fields` explains each field, with an
+    example.
 
-    All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a command line. Thresholds are
-    numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too. A field that the preset decides has a
-    default that means "as the preset says". The fields keep what the user gave; `settings` has the values in effect.
+    All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a
+    command line. Thresholds are numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is
+    parsed too. A field that the preset decides has a default that means "as the preset says". The
+    fields keep what the user gave; `settings` has the values in effect.
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given with it override it. By default `trl`; but if `rollout_is` or
-            `rollout_rs` is given, only what is given is done. `"trl"` keeps the loss of TRL with its own correction.
+            Name of a preset, or `None`; fields given with it override it. By default `trl`; but if
+            `rollout_is` or `rollout_rs` is given, only what is given is done. `"trl"` keeps the
+            loss of TRL with its own correction.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
-            Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or `None`.
+            Level of the importance weights: token, turn, sequence (product of ratios), geometric
+            (their mean), or `None`.
         rollout_is_threshold (`float` or `list`, *optional*):
-            A number truncates the weights from above; outside a pair they are 0 (IcePop). Two pairs, such as `0_1,1_1`, are
-            for negative and for positive advantages.
+            A number truncates the weights from above; outside a pair they are 0 (IcePop). Two
+            pairs, such as `0_1,1_1`, are for negative and for positive advantages.
         rollout_is_clamp (`bool`, *optional*):
             Move weights outside a pair to the nearest bound instead of setting them to 0.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks.
         rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
-            Rejection criteria, or `None`: `{token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`,
+            Rejection criteria, or `None`:
+            `{token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`,
             `token_{tv,kl,binary_kl}` and `seq_mean_{tv,binary_kl}`.
         rollout_rs_threshold (`float` or `list`, *optional*):
-            One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a bound for negative and one for
-            positive advantages; else an upper bound.
+            One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a
+            bound for negative and one for positive advantages; else an upper bound.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks.
         rollout_rs_exclude_from_baseline (`bool`, *optional*, defaults to `False`):
@@ -54,23 +59,25 @@ class RolloutCorrectionConfig:
         bypass_mode (`bool`, *optional*):
             Use the sampler's log-probabilities instead of the old policy's.
         rollout_loss_type (`str`, *optional*):
-            Loss in bypass mode: ppo_clip clips the ratio and only reports weights; reinforce applies weights.
+            Loss in bypass mode: ppo_clip clips the ratio and only reports weights; reinforce
+            applies weights.
         rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
             With ppo_clip: largest ratio with a gradient where the advantage is negative.
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report the correction, and leave the loss alone.
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
-            A token whose log-ratio is not finite leaves the loss (drop), stops the run (raise), or gets a ratio of 1
-            (neutralize).
+            A token whose log-ratio is not finite leaves the loss (drop), stops the run (raise), or
+            gets a ratio of 1 (neutralize).
         rollout_support (`str`, *optional*):
-            With `top_p`, `top_k` or `min_p`, replay scores over the tokens that a colocated vLLM kept.
+            With `top_p`, `top_k` or `min_p`, replay scores over the tokens that a colocated vLLM
+            kept.
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments of a colocated vLLM that TRL has no field for, such as `{"dtype": "float16"}`.
         rollout_routing (`str`, *optional*):
             replay: the trainer takes the experts that a colocated vLLM chose.
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            Reaction to unhealthy metrics: warn, stop (end training if the reward has fallen as well), or `None`, which also
-            switches the checks of pushes off.
+            Reaction to unhealthy metrics: warn, stop (end training if the reward has fallen as
+            well), or `None`, which also switches the checks of pushes off.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other limits of the monitor, by name of a bound; `None` switches a bound off.
         rollout_diagnose (`bool`, *optional*, defaults to `False`):
@@ -87,7 +94,8 @@ class RolloutCorrectionConfig:
             Size of the folder in GB above which the oldest steps are deleted.
 
     Raises:
-        `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
+        `ValueError`: if the value of a field is refused. The message names the field, the value and
+        a remedy.
     """
 
     rollout_correction: str | None = "default"

@@ -117,7 +117,8 @@ def _bounds(value: object) -> Any:
     return None if value is None else tool("bounds of the monitor")(value) or None
 
 
-# Parser of each field, in the order of the documentation. `None` and "preset" are values of a field that a preset decides
+# Parser of each field, in the order of the documentation. `None` and "preset" are values of a field
+# that a preset decides
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_correction": _preset,
     "rollout_is": partial(_choice, "rollout_is", (*LEVELS, "preset", None)),

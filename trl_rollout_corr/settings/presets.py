@@ -8,7 +8,8 @@ from copy import deepcopy
 from typing import Any
 
 
-# Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of e.
+# Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000
+# tokens, is a factor of e.
 _GEO_RS = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [[0.999, 1.001]]}
 # Rejection by the mean k3 estimate of the KL divergence, in nats per token.
 _K3_RS = {"rollout_rs": ["seq_mean_k3"], "rollout_rs_threshold": [0.01]}
@@ -51,40 +52,47 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _NO_IS,
 }
 
-# Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as published, but
-# not those of `auto`.
+# Trust regions on probabilities instead of ratios, and settings that two labs trained with.
+# Thresholds are as published, but not those of `auto`.
 LATER_PRESETS: dict[str, dict[str, Any]] = {
-    # DPPO (https://huggingface.co/papers/2602.04879): bounds of SkyRL and verl, whose ratio is truncated at 20.
+    # DPPO (https://huggingface.co/papers/2602.04879): bounds of SkyRL and verl, whose ratio is
+    # truncated at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
-    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no bound.
+    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no
+    # bound.
     "decoupled_kpop": {
         "rollout_is": "token",
         "rollout_is_threshold": float("inf"),
         "rollout_rs": ["token_binary_kl"],
         "rollout_rs_threshold": [0.1],
     },
-    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and no rollout with a token of a ratio below 1e-5.
+    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and no rollout with a token of
+    # a ratio below 1e-5.
     "decoupled_intellect3": {
         **_TOKEN_ICEPOP,
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
-    # FlashREINFORCE, as OpenRLHF 0.11.2, slime and miles have it: no completion with a mean binary KL above 0.003.
+    # FlashREINFORCE, as OpenRLHF 0.11.2, slime and miles have it: no completion with a mean binary
+    # KL above 0.003.
     "bypass_flash_reinforce": {**_DPPO, "rollout_rs": ["seq_mean_binary_kl"], "rollout_rs_threshold": [0.003]},
-    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see `from_trl`.
+    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see
+    # `from_trl`.
     "trl": _NO_IS,
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
-        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the advantage
-        # is positive, else the ratio. The ratio of a bad token that the trainer has come to like is the force that takes it
-        # back. A cap of 1 removes this force; the cap of 3, that of PPO's dual clip, only limits noise.
+        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per
+        # sequence: 1 where the advantage is positive, else the ratio. The ratio of a bad token that
+        # the trainer has come to like is the force that takes it back. A cap of 1 removes this
+        # force; the cap of 3, that of PPO's dual clip, only limits noise.
         "rollout_is": "token",
         "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
-        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by more than 0.2 is not
-        # pushed further. With 0.1, formats are learned later. A probability may be pushed back, so a floor removes rewarded
-        # garbage: tokens that the sampler was sure of, and that the trainer finds a thousand times less likely.
+        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by
+        # more than 0.2 is not pushed further. With 0.1, formats are learned later. A probability
+        # may be pushed back, so a floor removes rewarded garbage: tokens that the sampler was sure
+        # of, and that the trainer finds a thousand times less likely.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
     },
@@ -115,7 +123,8 @@ _OFF: dict[str, Any] = {
     "rollout_loss_type": "ppo_clip",
 }
 
-# Default of each field that a preset decides. It means "as the preset says"; `None` turns weights and rejection off.
+# Default of each field that a preset decides. It means "as the preset says"; `None` turns weights
+# and rejection off.
 UNSET: dict[str, Any] = {**dict.fromkeys(_OFF), "rollout_is": "preset", "rollout_rs": "preset"}
 
 

@@ -47,8 +47,8 @@ class Settings:
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Settings":
         """
-        Settings that a run has written, by name of their field. They are in effect already, so no preset decides any of them
-        again. A `ValueError` if a value is none that a run writes.
+        Settings that a run has written, by name of their field. They are in effect already, so no
+        preset decides any of them again. A `ValueError` if a value is none that a run writes.
         """
         values = {name: parse(written[name]) for name, parse in PARSERS.items()}
         if values["rollout_rs"]:
@@ -132,9 +132,9 @@ class Settings:
 
 def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
-    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset; for `"trl"`, `of_trl()` has
-    it. The preset `"default"` is `trl` if no field of the correction is given, none if weights or rejection are given, and
-    `auto` otherwise.
+    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset; for
+    `"trl"`, `of_trl()` has it. The preset `"default"` is `trl` if no field of the correction is
+    given, none if weights or rejection are given, and `auto` otherwise.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]

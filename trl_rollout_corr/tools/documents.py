@@ -11,7 +11,8 @@ from .recipes import source
 
 
 _PRINTED = 5  # sections with a word, at most, that are printed and not listed
-# Words below a heading that a reader types and the section says in other words: `<!-- keywords: wandb, dashboard -->`
+# Words below a heading that a reader types and the section says in other words: `<!-- keywords:
+# wandb, dashboard -->`
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
 
@@ -54,8 +55,8 @@ def _without_comments(text: str) -> str:
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
     """
-    The sections with a word in their heading or among their keywords, or all with the word if they are few; and the first line
-    of each other.
+    The sections with a word in their heading or among their keywords, or all with the word if they
+    are few; and the first line of each other.
     """
     found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and those with the word
     named = []  # sections with the word in their heading or among their keywords

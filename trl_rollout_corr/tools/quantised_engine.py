@@ -1,6 +1,6 @@
 """
-An engine of vLLM that quantises weights while it loads them, and again at each push: `rollout_engine_kwargs` with
-`quantization`.
+An engine of vLLM that quantises weights while it loads them, and again at each push:
+`rollout_engine_kwargs` with `quantization`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ from trl.generation import vllm_generation
 from ..messages import nearest, notify
 
 
-# Layers that keep their type, as heads and embeddings do in vLLM anyway: routers of experts, and towers of images
+# Layers that keep their type, as heads and embeddings do in vLLM anyway: routers of experts, and
+# towers of images
 KEPT = ["*.gate", "*.router", "*.router.*", "*.shared_expert_gate", "visual.*", "*.visual.*", "*vision_*"]
 
 
@@ -30,7 +31,8 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
         token = vllm_generation.SamplingParams(max_tokens=1, temperature=0.0)  # kernels may be missing only here
         llm.generate([{"prompt_token_ids": [0]}], token, use_tqdm=False)
     except Exception as error:
-        # A scheme that works shows that the test itself does: the engine may have failed for another reason
+        # A scheme that works shows that the test itself does: the engine may have failed for
+        # another reason
         working = [] if scheme == "online" or computes(scheme) else [repr(x) for x in schemes() if computes(x)]
         if working:
             raise ValueError(
@@ -92,7 +94,8 @@ def computes(scheme: str) -> bool:
     config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=None)  # all that a layer asks for
     try:
         with set_current_vllm_config(config), torch.device(current_platform.device_type), torch.no_grad():
-            # `mxfp4` and `mxfp8` are names of formats of a checkpoint, too: so all are given as parts
+            # `mxfp4` and `mxfp8` are names of formats of a checkpoint, too: so all are given as
+            # parts
             parts = {"linear": {"fp8": "fp8_per_tensor"}.get(scheme, scheme)}
             online = OnlineQuantizationConfig(resolve_quantization_config("online", parts))
             layer = ReplicatedLinear(256, 256, bias=False, params_dtype=dtype, quant_config=online)

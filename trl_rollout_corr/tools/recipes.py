@@ -15,8 +15,8 @@ def source() -> Path:
 
 def write_recipes(folder: str | Path) -> str:
     """
-    Write `recipes/` and `examples/` into a folder, which may be new. The commands of the documents work there unchanged.
-    Returns a message about the files and the command to run next.
+    Write `recipes/` and `examples/` into a folder, which may be new. The commands of the documents
+    work there unchanged. Returns a message about the files and the command to run next.
     """
     folder = Path(folder)
     if parts := [part for part in _PARTS if (folder / part).exists()]:

@@ -10,8 +10,8 @@ from typing import IO
 import yaml
 
 
-# Marks of direction, which reorder the text around them, control characters, which a page must not contain, and halves of
-# characters, which no file can contain
+# Marks of direction, which reorder the text around them, control characters, which a page must not
+# contain, and halves of characters, which no file can contain
 _UNSEEN = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 

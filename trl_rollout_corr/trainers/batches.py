@@ -1,5 +1,6 @@
 """
-Correction of one batch, its metrics and callbacks, for all trainers. It uses only attributes that every trainer of TRL has.
+Correction of one batch, its metrics and callbacks, for all trainers. It uses only attributes that
+every trainer of TRL has.
 
 `B` completions, `T` completion tokens.
 """
@@ -48,9 +49,10 @@ class CorrectsBatches(_Host):
     """
     Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
 
-    A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and overrides `_loss_mask` if its
-    batches have another mask of the loss. Differences from TRL: `train` (settings that were changed after the trainer was
-    built, and the monitor) and `log` (metrics).
+    A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and
+    overrides `_loss_mask` if its batches have another mask of the loss. Differences from TRL:
+    `train` (settings that were changed after the trainer was built, and the monitor) and `log`
+    (metrics).
     """
 
     _trl_class: type
@@ -59,8 +61,8 @@ class CorrectsBatches(_Host):
 
     def _read_settings(self, model: str | PreTrainedModel, args: Any) -> Any:
         """
-        Check the configuration, and read the settings of the correction. This happens once, before vLLM starts, which takes
-        long; a field that is changed later is an error in `train`.
+        Check the configuration, and read the settings of the correction. This happens once, before
+        vLLM starts, which takes long; a field that is changed later is an error in `train`.
         """
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
@@ -148,15 +150,16 @@ class CorrectsBatches(_Host):
 
     def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
         """
-        Correction of a batch. Override this method for a criterion or weights of your own: `trl-rollout-corr docs custom`.
+        Correction of a batch. Override this method for a criterion or weights of your own:
+        `trl-rollout-corr docs custom`.
 
         Args:
             train_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the sampled tokens under the trainer, in nats: of the old policy in decoupled mode, of
-                the current one in bypass mode.
+                Log-probabilities of the sampled tokens under the trainer, in nats: of the old
+                policy in decoupled mode, of the current one in bypass mode.
             batch (`dict`):
-                TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler, `(B, T)` in nats, and
-                `advantages`, `(B,)` or `(B, T)`.
+                TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler,
+                `(B, T)` in nats, and `advantages`, `(B,)` or `(B, T)`.
 
         Returns:
             [`~trl_rollout_corr.correction.compute.RolloutCorrection`]: weights and rejected tokens.
@@ -193,8 +196,9 @@ class CorrectsBatches(_Host):
         current, correction = corrected.train_logps, corrected.correction
         if self._settings.mode == "reinforce":
             return current, corrected.coefficients  # ratio 1, with the gradient of the log-likelihood
-        # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not change
-        # the ratio of its completion in a loss with ratios of completions. Both get the current policy as anchor: ratio 1.
+        # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A
+        # rejected token must not change the ratio of its completion in a loss with ratios of
+        # completions. Both get the current policy as anchor: ratio 1.
         assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), corrected.coefficients * usable
@@ -202,8 +206,8 @@ class CorrectsBatches(_Host):
     # Logging ----------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the gather
-        # below would wait forever.
+        # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one
+        # rank, where the gather below would wait forever.
         if "train_runtime" in logs:  # training since the last log, also if an evaluation came last
             logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):

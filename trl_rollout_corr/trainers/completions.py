@@ -1,5 +1,6 @@
 """
-Values of the tokens of completions, as a sampler or a user's function returns them: checked, and brought into one form.
+Values of the tokens of completions, as a sampler or a user's function returns them: checked, and
+brought into one form.
 
 `n` completions, `T` tokens of one of them.
 """
@@ -70,8 +71,9 @@ def _whole_numbers(name: str, i: int, row: list[Any]) -> list[int]:
 
 def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
     """
-    Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM wrote -9999, NaN for `None`.
-    One that is above 0 by more than rounding is a `ValueError` where `sampled`, `(T,)`, is true.
+    Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM
+    wrote -9999, NaN for `None`. One that is above 0 by more than rounding is a `ValueError` where
+    `sampled`, `(T,)`, is true.
     """
     values = np.asarray(logps, dtype=np.float32)
     above = np.flatnonzero(sampled & (values > _ROUNDING))
@@ -87,8 +89,8 @@ def read_logprobs(
     logprobs: Any, lengths: Sequence[int] | None = None, mask: Sequence[Any] | None = None
 ) -> list[list[float]]:
     """
-    Log-probability of each token of each completion, checked. `lengths` are of the completions, if they are known. `mask` is 0
-    on tokens that were not sampled, whose value does not matter.
+    Log-probability of each token of each completion, checked. `lengths` are of the completions, if
+    they are known. `mask` is 0 on tokens that were not sampled, whose value does not matter.
     """
     if logprobs is None:
         raise ValueError(
@@ -123,8 +125,8 @@ def read_logprobs(
 
 def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
     """
-    A `rollout_func` whose result is checked before TRL takes it. Its log-probabilities are left to [`read_logprobs`]. `told`
-    has the keys that a warning has named.
+    A `rollout_func` whose result is checked before TRL takes it. Its log-probabilities are left to
+    [`read_logprobs`]. `told` has the keys that a warning has named.
     """
 
     @wraps(rollout_func)

@@ -24,13 +24,14 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 
-    It has all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer switches TRL's own correction
-    (`vllm_importance_sampling_correction`) off, unless `rollout_correction` is `"trl"`.
+    It has all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer
+    switches TRL's own correction (`vllm_importance_sampling_correction`) off, unless
+    `rollout_correction` is `"trl"`.
 
     Raises:
         `ValueError`: also if `loss_type` is `"vespo"`, which has importance weights of its own, if
-            `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`, or if the mean of batch
-            normalisation would be over a single sequence.
+            `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`,
+            or if the mean of batch normalisation would be over a single sequence.
     """
 
     _checks_of_trainer = CHECKS_OF_GRPO
@@ -44,11 +45,13 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     r"""
-    [`~trl.GRPOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that trains.
+    [`~trl.GRPOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and
+    the policy that trains.
 
-    The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`] as `args`. With
-    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, it has the same losses and gradients as
-    `GRPOTrainer` with `vllm_importance_sampling_correction=False`, bit for bit.
+    The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`]
+    as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
+    it has the same losses and gradients as `GRPOTrainer` with
+    `vllm_importance_sampling_correction=False`, bit for bit.
 
     What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
 
@@ -108,9 +111,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:
-        # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of `steps_per_generation * num_iterations`.
-        # With `num_iterations = gradient_accumulation_steps + 1` it never is: the first forward pass while scoring is then the
-        # old pass, and not the reference pass.
+        # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of
+        # `steps_per_generation * num_iterations`. With `num_iterations =
+        # gradient_accumulation_steps + 1` it never is: the first forward pass while scoring is then
+        # the old pass, and not the reference pass.
         num_iterations = self.num_iterations
         self.num_iterations = self.args.gradient_accumulation_steps + 1
         try:
@@ -135,11 +139,12 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the token; so are all loss types.
-        # Masks, denominators, KL and entropy terms stay TRL's.
+        # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the
+        # token; so are all loss types. Masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
         if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
-            # all tokens of a completion have the same gradient, so their mean acts. TRL counts clipped completions from (B, 1)
+            # all tokens of a completion have the same gradient, so their mean acts. TRL counts
+            # clipped completions from (B, 1)
             mask = self._loss_mask(inputs)
             coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients

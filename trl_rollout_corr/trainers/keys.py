@@ -3,7 +3,8 @@
 OLD_LOGPS = "old_per_token_logps"  # (B, T), of the old policy: the trainer's when the batch was generated
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), of the policy that sampled
 COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradient, if known at generation
-# Of the first visit, for later ones (`num_iterations`). Filled in place, so that TRL may copy the dictionary
+# Of the first visit, for later ones (`num_iterations`). Filled in place, so that TRL may copy the
+# dictionary
 VISITED = "rollout_corr_visited"  # (B,), on the CPU, so that nothing waits for the device
 FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T)
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)

@@ -1,13 +1,15 @@
 """
 The seam into TRL, shared by the trainers of GRPO and RLOO.
 
-TRL's trainers call one method for every forward pass, `_get_per_token_logps_and_entropies`. The mixin overrides it, and asks
+TRL's trainers call one method for every forward pass, `_get_per_token_logps_and_entropies`. The
+mixin overrides it, and asks
 the pass that is under way what to do ([`~trl_rollout_corr.trainers.forward_pass`]):
 
-- *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current policy before TRL does. TRL
-  reads the anchor of the ratio and the advantages only afterwards, so a correction needs no forward pass of its own;
-- *while scoring*, TRL's first call computes the log-probabilities of the *old* policy. If they are not needed, the call
-  returns without a forward pass.
+- *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current
+  policy before TRL does. TRL reads the anchor of the ratio and the advantages only afterwards, so a
+  correction needs no forward pass of its own;
+- *while scoring*, TRL's first call computes the log-probabilities of the *old* policy. If they are
+  not needed, the call returns without a forward pass.
 
 `B` completions, `T` completion tokens.
 """
@@ -51,32 +53,35 @@ class RolloutCorrectionMixin(CorrectsBatches):
     """
     Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks), `_generate` and
-    `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
-    `_calculate_rewards` (completions that are rejected before the baseline), `_get_per_token_logps_and_entropies` and
-    `compute_loss` (the correction), and `training_step` (the end of replays).
-    [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] has `train` and `log`.
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks),
+    `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old
+    pass is skipped if it is not needed), `_calculate_rewards` (completions that are rejected before
+    the baseline), `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), and
+    `training_step` (the end of replays). [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] has
+    `train` and `log`.
 
-    A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of the
-    log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
+    A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`,
+    `_anchor_key` (key of the log-probabilities in the denominator of TRL's ratio), `_enter_loss`,
+    and `_asking_for_old_pass`.
 
     Attributes:
         rollout_step (`int`, *optional*):
-            Optimizer step of the weights that sample. Set when weights are pushed to vLLM. A `rollout_func` or a sampler
-            with other weights must set it to the step of its weights.
+            Optimizer step of the weights that sample. Set when weights are pushed to vLLM. A
+            `rollout_func` or a sampler with other weights must set it to the step of its weights.
     """
 
     _anchor_key: str
 
     rollout_step: int | None = None
-    # TRL's own tests call methods of a trainer that was never initialised. So state has a default here, unless no method can
-    # do its work without it: the settings, the observer, the pushes and the visits.
+    # TRL's own tests call methods of a trainer that was never initialised. So state has a default
+    # here, unless no method can do its work without it: the settings, the observer, the pushes and
+    # the visits.
     _pass = ForwardPass()  # the forward pass that is under way
     _replays: Any = Replay()  # of choices of the sampler
     _other_prompts = False  # True once vLLM has read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
-    # True if every sample is visited before the first optimizer step after its generation: the policy of the first visit is
-    # then the old policy
+    # True if every sample is visited before the first optimizer step after its generation: the
+    # policy of the first visit is then the old policy
     _visited_before_update = False
 
     def __init__(
@@ -254,7 +259,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         scoring.take_rewards(rewards, self.reward_weights, slice(first, first + len(prompts)))
         if scoring.old_pass is None or not self._excludes_from_baseline:
             return rewards
-        # TRL leaves completions with a NaN reward out of the baseline, and sets their advantage to 0
+        # TRL leaves completions with a NaN reward out of the baseline, and sets their advantage to
+        # 0
         rejected = self.accelerator.gather(scoring.rejected(self._settings))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
@@ -269,8 +275,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         *args: object,
         **kwargs: object,
     ) -> torch.Tensor:
-        # The batch of a pass in the loss has no advantages until `_correct` puts them back. If TRL read them earlier, its loss
-        # would not be corrected: `LossInputs` raises an error instead.
+        # The batch of a pass in the loss has no advantages until `_correct` puts them back. If TRL
+        # read them earlier, its loss would not be corrected: `LossInputs` raises an error instead.
         count = partial(self._observer.add, self._now.mode)
         loss_pass = LossPass(self._bare(model), inputs, self._loss_mask(inputs), self._correct, self._bare, count)
         with self._during(loss_pass), self._bounding_the_ratio():
@@ -303,9 +309,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
         """
         Correct a micro-batch on the way from the model to TRL's loss.
 
-        `logps`, `(B, T)` with gradient, are of the current policy. Results of the first visit are kept in the tensors of the
-        batch; `loss_pass.inputs`, the batch for TRL's loss, is changed in place. Returns the log-probabilities for TRL's loss,
-        `(B, T)`.
+        `logps`, `(B, T)` with gradient, are of the current policy. Results of the first visit are
+        kept in the tensors of the batch; `loss_pass.inputs`, the batch for TRL's loss, is changed
+        in place. Returns the log-probabilities for TRL's loss, `(B, T)`.
         """
         batch, inputs, current = loss_pass.batch, loss_pass.inputs, logps.detach()
         inputs["advantages"] = batch["advantages"]

@@ -43,28 +43,30 @@ class RolloutAsOld(OldPass):
     def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> tuple:
         outputs = super().__call__(forward, *args, **kwargs)
         if self.calls == 2:
-            # Reference pass. The KL penalty in the reward is the sum of `logps - reference`: equal values make it 0 for a
-            # token without a finite log-probability
+            # Reference pass. The KL penalty in the reward is the sum of `logps - reference`: equal
+            # values make it 0 for a token without a finite log-probability
             self.logps.copy_(torch.where(self.logps.isfinite(), self.logps, outputs[0]))
         return outputs
 
 
 class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     r"""
-    [`~trl.RLOOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that trains.
+    [`~trl.RLOOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and
+    the policy that trains.
 
-    The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`] as `args`. With
-    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, it has the same losses and gradients as
-    `RLOOTrainer`, bit for bit.
+    The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`]
+    as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
+    it has the same losses and gradients as `RLOOTrainer`, bit for bit.
 
     What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
 
-    RLOO has one ratio per completion. Weights and rejection therefore act on the gradient of each token. They do not change
-    the value of the clipped ratio, and the logged loss does not contain them.
+    RLOO has one ratio per completion. Weights and rejection therefore act on the gradient of each
+    token. They do not change the value of the clipped ratio, and the logged loss does not contain
+    them.
 
-    With `beta > 0`, RLOO subtracts the KL divergence to the reference from the reward, before it computes the baseline. In
-    decoupled mode this is the divergence of the old policy, which needs TRL's old pass. In bypass mode it is the divergence
-    of the sampler, as in verl.
+    With `beta > 0`, RLOO subtracts the KL divergence to the reference from the reward, before it
+    computes the baseline. In decoupled mode this is the divergence of the old policy, which needs
+    TRL's old pass. In bypass mode it is the divergence of the sampler, as in verl.
 
     Example:
 
@@ -111,7 +113,8 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         current, (anchor, coefficients) = corrected.train_logps, super()._anchor_in_bypass(corrected)
-        # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a token
+        # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a
+        # token
         log_ratio = (current - anchor).sum(1, keepdim=True)
         saturated = log_ratio.abs() > LOG_RATIO_BOUND
         if self._settings.clips_around_sampler and self._settings.rollout_clip_ratio_c is not None:

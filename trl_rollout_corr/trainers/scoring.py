@@ -24,7 +24,8 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
             mask = batch["completion_mask"][i].bool()
             completion = batch["completion_ids"][i][mask]
-            # every rank makes as many forward passes, also for a completion that TRL masks as a whole
+            # every rank makes as many forward passes, also for a completion that TRL masks as a
+            # whole
             ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
             n = max(len(completion), 1)
             scored = forward(i, ids, torch.ones_like(ids), n)[0][0].float()

@@ -1,8 +1,10 @@
 """
-Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the correction alone.
+Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the
+correction alone.
 
-Each check is a function of a configuration, for TRL's fields, and of its `Settings`, which were resolved once. It raises a
-`ValueError` about settings that exclude each other, or warns about settings that are probably a mistake.
+Each check is a function of a configuration, for TRL's fields, and of its `Settings`, which were
+resolved once. It raises a `ValueError` about settings that exclude each other, or warns about
+settings that are probably a mistake.
 """
 
 import math
@@ -21,7 +23,8 @@ from .engine_arguments import check_engine_kwargs
 
 # Options of vLLM that leave only some tokens to draw from
 TRUNCATION = ("top_p", "top_k", "min_p")
-# Options of vLLM that change the distribution that tokens are drawn from, but not the one that the trainer computes
+# Options of vLLM that change the distribution that tokens are drawn from, but not the one that the
+# trainer computes
 _DISTORTING = (
     *TRUNCATION,
     "repetition_penalty",
@@ -46,7 +49,8 @@ class ReadByTrainer:
     _is_read = False  # a trainer of this package has read the settings
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:
-        # Of the methods of a configuration, this is the one that Transformers calls when training begins, and only then
+        # Of the methods of a configuration, this is the one that Transformers calls when training
+        # begins, and only then
         if not self._is_read:
             warn(
                 "The settings of rollout correction have no effect, because no trainer of this package has read them: a "

@@ -1,9 +1,11 @@
 """
 Methods of TRL that this package overrides or calls, checked before training.
 
-Most of them are private in TRL or change without notice. If one is gone, training could go on without correction: the trainers
-refuse to start, and name the change. Additional parameters at the end do no harm. Changes inside a method are found at the
-first step ([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]). `tests/test_contract.py` has attributes and keys.
+Most of them are private in TRL or change without notice. If one is gone, training could go on
+without correction: the trainers refuse to start, and name the change. Additional parameters at the
+end do no harm. Changes inside a method are found at the first step
+([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]). `tests/test_contract.py` has
+attributes and keys.
 """
 
 import inspect
@@ -65,8 +67,8 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
 
 def refusal(trainers: Iterable[type], methods: dict[str, list[str]] | None = None) -> str | None:
     """
-    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. `methods` are those of a trainer that
-    is not in `METHODS`.
+    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. `methods`
+    are those of a trainer that is not in `METHODS`.
     """
     installed = version("trl")
     outside = outside_window(release(), installed)

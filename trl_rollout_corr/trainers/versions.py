@@ -1,5 +1,6 @@
 """
-Supported releases of TRL, the differences between them, and TRL's own correction, which changes from release to release.
+Supported releases of TRL, the differences between them, and TRL's own correction, which changes
+from release to release.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ from ..messages import warn
 from ..settings.resolve import Settings
 
 
-# Minor releases of TRL that were run, each with the newest vLLM for CPUs that TRL allows. The Makefile and the tests of
-# documents and of CI read this table.
+# Minor releases of TRL that were run, each with the newest vLLM for CPUs that TRL allows. The
+# Makefile and the tests of documents and of CI read this table.
 TESTED_VLLM = {
     "1.12": "0.27.1",
     "1.13": "0.28.0",
@@ -62,8 +63,8 @@ _SWITCH = f"{_OF_TRL}correction"
 @contextmanager
 def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
     """
-    Switch TRL's own correction off while a trainer of TRL reads its configuration, unless `rollout_correction` is `"trl"`.
-    Warns about fields of it that the user has set.
+    Switch TRL's own correction off while a trainer of TRL reads its configuration, unless
+    `rollout_correction` is `"trl"`. Warns about fields of it that the user has set.
     """
     if settings.by_trl:
         yield

@@ -1,7 +1,8 @@
 """
 vLLM as the sampler: the log-probability of each sampled token.
 
-[`watch_sampler`] changes one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL has built it.
+[`watch_sampler`] changes one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL
+has built it.
 """
 
 from collections.abc import Callable
@@ -50,8 +51,9 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
     """
     Warn about a prompt with an image of which vLLM has read other tokens than the trainer has.
 
-    vLLM puts the tokens of an image in place of one token. TRL until 1.16 gives it prompts in which they are already there, so
-    that they are there twice: https://github.com/huggingface/trl/issues/6294
+    vLLM puts the tokens of an image in place of one token. TRL until 1.16 gives it prompts in which
+    they are already there, so that they are there twice:
+    https://github.com/huggingface/trl/issues/6294
     """
     warn(
         f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: the model trains on "
@@ -68,8 +70,9 @@ def watch_sampler(
     kept_tokens: Any,
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation and the prompts that vLLM has read, by completion. With
-    `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from them.
+    Call `keep` with the log-probabilities of each generation and the prompts that vLLM has read, by
+    completion. With `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from
+    them.
     """
     if kept_tokens is None:
         generation.logprobs = 0  # of the sampled token alone

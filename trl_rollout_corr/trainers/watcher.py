@@ -30,8 +30,8 @@ class Watcher(TrainerCallback):
 
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
         """
-        Training begins, perhaps from a checkpoint (a path, or True for the latest). `everywhere` is True if every rank has a
-        watcher that reads the sums of steps, which are gathered.
+        Training begins, perhaps from a checkpoint (a path, or True for the latest). `everywhere` is
+        True if every rank has a watcher that reads the sums of steps, which are gathered.
         """
 
     def corrected(self, now: Moment, batch: CorrectedBatch) -> None:

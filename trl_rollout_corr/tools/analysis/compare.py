@@ -41,7 +41,8 @@ _COLUMNS = (
 )
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
 _REFERENCE = "disabled"
-# By the mode of the run: rejection by bounds that fit the sequences, with token weights where the mode applies weights
+# By the mode of the run: rejection by bounds that fit the sequences, with token weights where the
+# mode applies weights
 _REJECTING: dict[str, str] = {
     "decoupled": "decoupled_geo_rs_token_tis",
     "ppo_clip": "bypass_ppo_clip_geo_rs",
@@ -73,8 +74,9 @@ class Comparison(NamedTuple):
 
 def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     """
-    Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the text to
-    print. No bounds are made if there was an alarm about the policies. JSON has every preset.
+    Compare the settings of a run, the presets and the settings of `files` on the sequences of a
+    dump, and return the text to print. No bounds are made if there was an alarm about the policies.
+    JSON has every preset.
     """
     dump = open_dump(path, _COLUMNS, worst=False)
     for damage in dump.damage:
@@ -146,8 +148,9 @@ def _effects(
 
 def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     """
-    The presets that matter for a run: its own, the reference, the default, the one that is advised in each mode, the one whose
-    bounds are fitted, and those in the mode of the run. Of the many in decoupled mode, those that only weigh or only reject.
+    The presets that matter for a run: its own, the reference, the default, the one that is advised
+    in each mode, the one whose bounds are fitted, and those in the mode of the run. Of the many in
+    decoupled mode, those that only weigh or only reject.
     """
     mode = run.mode
     named = {_REFERENCE, CORRECTION, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}

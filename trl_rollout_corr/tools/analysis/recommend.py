@@ -10,7 +10,8 @@ from ..monitor.bands import NEGLIGIBLE
 from ..monitor.rule import Alarm
 
 
-# Metrics of the gap between the policies. An alarm about weights or bounds does not make the sequences unhealthy.
+# Metrics of the gap between the policies. An alarm about weights or bounds does not make the
+# sequences unhealthy.
 _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
 
 
@@ -31,8 +32,9 @@ def recommend(
     run: Settings, alarms: Sequence[Alarm], spread: float, age: float | None, fields: Mapping[str, Any]
 ) -> Advice:
     """
-    Recommend settings in the mode of a run, from its alarms, `spread`, the root mean square of the log-ratio in nats, the
-    `age` of its oldest completion in optimizer steps (`None` if it is not known), and its `fields` of TRL.
+    Recommend settings in the mode of a run, from its alarms, `spread`, the root mean square of the
+    log-ratio in nats, the `age` of its oldest completion in optimizer steps (`None` if it is not
+    known), and its `fields` of TRL.
     """
     alarm = first_alarm(alarms)
     if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean over all steps says nothing

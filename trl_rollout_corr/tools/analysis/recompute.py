@@ -36,8 +36,8 @@ class Block(NamedTuple):
 
 class Batch(NamedTuple):
     """
-    Tokens of the loss of sequences, without those of tools. They lie in blocks, because one long completion would pad all
-    others to its length.
+    Tokens of the loss of sequences, without those of tools. They lie in blocks, because one long
+    completion would pad all others to its length.
     """
 
     steps: list[int]  # that they are from, in order
@@ -97,8 +97,8 @@ def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows:
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:
     """
-    By criterion of settings, the tokens of a sequence that it rejects: boolean, one for each token. Empty if together
-    they reject other tokens than the run did.
+    By criterion of settings, the tokens of a sequence that it rejects: boolean, one for each token.
+    Empty if together they reject other tokens than the run did.
     """
     here = sequences.slice(row)
     of_loss = sequences.mask[here]
@@ -194,8 +194,9 @@ def policy_factor(
     clip: tuple[float, float],
 ) -> torch.Tensor:
     """
-    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`. Around the sampler it is PPO's
-    ratio until it is clipped; in the other modes the ratio of the policy to itself is 1.
+    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`.
+    Around the sampler it is PPO's ratio until it is clipped; in the other modes the ratio of the
+    policy to itself is 1.
     """
     if not settings.clips_around_sampler:
         return coefficients

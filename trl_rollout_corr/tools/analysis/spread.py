@@ -1,8 +1,8 @@
 """
 The spread of the log-ratio, and the bounds that fit it.
 
-Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which a ratio has mean 1
-(`docs/method.md`).
+Log-ratios are taken as independent and normal, with variance `s^2` and the mean `-s^2 / 2` at which
+a ratio has mean 1 (`docs/method.md`).
 """
 
 import math
@@ -50,10 +50,11 @@ def _spread(lengths: torch.Tensor, log_ratio: torch.Tensor) -> Spread:
 
 def suggest_bounds(spread: Spread) -> tuple[float, float]:
     """
-    Bounds of `seq_mean_k1` that keep at least 95 percent of completions of the mean length `T`, by the model.
+    Bounds of `seq_mean_k1` that keep at least 95 percent of completions of the mean length `T`, by
+    the model.
 
-    They lie two standard deviations `s / sqrt(T)` of the mean log-ratio around 1, with the lower one moved out by the drift
-    `s^2 / 2`. They are rounded outwards.
+    They lie two standard deviations `s / sqrt(T)` of the mean log-ratio around 1, with the lower
+    one moved out by the drift `s^2 / 2`. They are rounded outwards.
     """
     drift = spread.s**2 / 2
     width = max(2 * spread.s / spread.lengths.mean().sqrt().item(), _NARROWEST)

@@ -1,8 +1,9 @@
 """
 An adapter of PEFT in a push of weights, which leaves the base model as it is.
 
-TRL pushes an adapter by merging it into the base, sending the base, and taking the adapter away again. In bfloat16 that
-changes the base a little at every push. Here PEFT merges each layer into a copy in float32, which is rounded once and sent.
+TRL pushes an adapter by merging it into the base, sending the base, and taking the adapter away
+again. In bfloat16 that changes the base a little at every push. Here PEFT merges each layer into a
+copy in float32, which is rounded once and sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +22,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @contextmanager
 def leaving_base_alone(model: Any, fsdp_version: int | None = None) -> Iterator[bool]:
     """
-    Context of a push in which `merge_adapter` of a PEFT model changes no weight: until `unmerge_adapter`, `named_parameters`
-    has the merged weights instead. True if it does so; elsewhere TRL merges.
+    Context of a push in which `merge_adapter` of a PEFT model changes no weight: until
+    `unmerge_adapter`, `named_parameters` has the merged weights instead. True if it does so;
+    elsewhere TRL merges.
     """
     layers = _layers_with_adapters(model)
     # FSDP1 flattens parameters, and its modules are read without asking the model
@@ -75,8 +77,8 @@ def _can_be_copied(layer: Any) -> bool:
 
 class MergedWeights:
     """
-    Weights of a base model with its active adapters merged, by parameter of the base. They are made for one layer at a time,
-    so that no more than a layer is in memory twice.
+    Weights of a base model with its active adapters merged, by parameter of the base. They are made
+    for one layer at a time, so that no more than a layer is in memory twice.
     """
 
     def __init__(self, layers: list[Any]) -> None:

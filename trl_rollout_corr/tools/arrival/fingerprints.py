@@ -1,9 +1,10 @@
 """
-Fingerprints of weights: of those that are sent to vLLM, and of those that vLLM holds. Runs in the process of the engine, which
-may be a server.
+Fingerprints of weights: of those that are sent to vLLM, and of those that vLLM holds. Runs in the
+process of the engine, which may be a server.
 
-vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM covers all elements in
-any order, and the fingerprint of a tensor that is sent covers a few columns: if these columns change, the whole tensor must.
+vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM
+covers all elements in any order, and the fingerprint of a tensor that is sent covers a few columns:
+if these columns change, the whole tensor must.
 """
 
 from collections.abc import Iterable
@@ -20,9 +21,11 @@ _AS_BITS = READABLE | QUANTISED
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
     """
-    Integer that depends on each bit of a tensor, `()`. It is on the device of the tensor, so nothing waits.
+    Integer that depends on each bit of a tensor, `()`. It is on the device of the tensor, so
+    nothing waits.
 
-    A change of one element changes the sums of its row and of its column. The sums are hashed with their place.
+    A change of one element changes the sums of its row and of its column. The sums are hashed with
+    their place.
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
     bits = matrix.view(_AS_BITS[x.dtype])
@@ -62,11 +65,13 @@ def packed_columns(layer: Any) -> torch.Tensor:
 
 def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
     """
-    Weights that a model of vLLM holds, and where it puts weights of some names in the trainer's checkpoint.
+    Weights that a model of vLLM holds, and where it puts weights of some names in the trainer's
+    checkpoint.
 
-    `held` has the fingerprints of each tensor of the model, one for each form in which a layer keeps it; summed over `group`,
-    the ranks that share the model. `places` has the tensors that hold each weight, for the weights where that is certain; `""`
-    is the whole model. `quantised` has the names of tensors of 8 bits, or of 4, and `unreadable` the weights that are held in
+    `held` has the fingerprints of each tensor of the model, one for each form in which a layer
+    keeps it; summed over `group`, the ranks that share the model. `places` has the tensors that
+    hold each weight, for the weights where that is certain; `""` is the whole model. `quantised`
+    has the names of tensors of 8 bits, or of 4, and `unreadable` the weights that are held in
     another form. All have only lists and numbers, for a server.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}

@@ -17,13 +17,14 @@ class FrozenCheck:
     """
     Compares fingerprints of some frozen weights before and after each push.
 
-    Training does not change them, and a push should not. TRL merges an adapter into them and takes it away again, which
-    rounds twice: in bfloat16 the base drifts, and a quantised base is quantised again from what is left. Sampler and trainer
-    share the drift, so that no gap between them shows it.
+    Training does not change them, and a push should not. TRL merges an adapter into them and takes
+    it away again, which rounds twice: in bfloat16 the base drifts, and a quantised base is
+    quantised again from what is left. Sampler and trainer share the drift, so that no gap between
+    them shows it.
 
-    A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`] raises an error at the next
-    push.
-    `model` is the trainer's, not wrapped; `on_any_rank` tells all ranks whether something is true on one of them.
+    A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`]
+    raises an error at the next push. `model` is the trainer's, not wrapped; `on_any_rank` tells all
+    ranks whether something is true on one of them.
     """
 
     def __init__(self, model: torch.nn.Module, on_any_rank: Callable[[bool], bool]) -> None:

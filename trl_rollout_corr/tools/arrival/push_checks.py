@@ -1,6 +1,6 @@
 """
-The checks of a push of weights, for all trainers: what was sent is compared with what the sampler holds, and frozen weights
-of the trainer stay as they are.
+The checks of a push of weights, for all trainers: what was sent is compared with what the sampler
+holds, and frozen weights of the trainer stay as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +24,8 @@ QUANTISED_UNMOVED = f"{PREFIX}quantised_unmoved"
 
 class PushChecks:
     """
-    Checks of the `pushes` of a trainer ([`~trl_rollout_corr.trainers.pushes.Pushes`]). `model` is the trainer's, not wrapped.
+    Checks of the `pushes` of a trainer ([`~trl_rollout_corr.trainers.pushes.Pushes`]). `model` is
+    the trainer's, not wrapped.
     """
 
     def __init__(self, pushes: Any, model: torch.nn.Module) -> None:
@@ -41,8 +42,8 @@ class PushChecks:
     @contextmanager
     def pushing(self, folder_of_adapter: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
         """
-        A push of weights, which is checked afterwards. `folder_of_adapter` returns, after the push, the folder of the adapter
-        that was pushed in place of weights.
+        A push of weights, which is checked afterwards. `folder_of_adapter` returns, after the push,
+        the folder of the adapter that was pushed in place of weights.
         """
         trainer = self.trainer
         step = trainer.state.global_step
@@ -63,8 +64,8 @@ class PushChecks:
 
     def keep(self, batch: dict[str, Any], sampled: torch.Tensor) -> None:
         """
-        Take completions of a batch that was just generated, to be scored once more after a push. `sampled`, `(B, T)`, has the
-        log-probabilities of the sampler.
+        Take completions of a batch that was just generated, to be scored once more after a push.
+        `sampled`, `(B, T)`, has the log-probabilities of the sampler.
         """
         if "prompt_ids" in batch:
             self.rescore.keep(batch, self.trainer._loss_mask(batch), sampled)

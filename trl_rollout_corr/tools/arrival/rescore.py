@@ -1,8 +1,10 @@
 """
-Some completions scored once more after a push, by the sampler and by the trainer, which then have the same weights.
+Some completions scored once more after a push, by the sampler and by the trainer, which then have
+the same weights.
 
-The log-probabilities of the same tokens, of the sampler when it drew them, of the sampler now, and of the trainer now, split
-the gap: `fresh_k3_kl` between trainer and sampler with equal weights, and `age_k3_kl` between the sampler now and then.
+The log-probabilities of the same tokens, of the sampler when it drew them, of the sampler now, and
+of the trainer now, split the gap: `fresh_k3_kl` between trainer and sampler with equal weights, and
+`age_k3_kl` between the sampler now and then.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,13 +58,14 @@ class Rescored(SegmentedSums):
 
 class Rescore:
     """
-    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 32, and then every 32nd: at most eight,
-    of at most 4,096 tokens together.
+    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 32, and then
+    every 32nd: at most eight, of at most 4,096 tokens together.
 
-    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text. `ask` returns the
-    log-probabilities of the sampler for each token of some texts but the first, on the main process where that asks for all
-    ranks. `count` takes the sums. `longest` is the number of tokens that the sampler can read. `blind` is a reason why the
-    log-probabilities of the sampler are not to be trusted.
+    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text.
+    `ask` returns the log-probabilities of the sampler for each token of some texts but the first,
+    on the main process where that asks for all ranks. `count` takes the sums. `longest` is the
+    number of tokens that the sampler can read. `blind` is a reason why the log-probabilities of the
+    sampler are not to be trusted.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class Rescore:
 
     def keep(self, batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor) -> None:
         """
-        Take completions of a batch that was just generated. `mask` is non-zero on the tokens of the loss, and `sampled` has
-        the log-probabilities of the sampler, both `(B, T)`.
+        Take completions of a batch that was just generated. `mask` is non-zero on the tokens of the
+        loss, and `sampled` has the log-probabilities of the sampler, both `(B, T)`.
         """
         if not self.wants_batch:
             return
@@ -99,8 +102,8 @@ class Rescore:
 
     def pushed(self, *, announced: bool = False) -> None:
         """
-        Score right after a push, if that is due. `announced` is true if the run has announced that the sampler has older
-        weights than the trainer, which are then not compared.
+        Score right after a push, if that is due. `announced` is true if the run has announced that
+        the sampler has older weights than the trainer, which are then not compared.
         """
         if self.done:
             return

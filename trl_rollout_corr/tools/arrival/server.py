@@ -1,8 +1,10 @@
 """
-A vLLM server through its own API: its configuration, weights, log-probabilities of a text, and adapters.
+A vLLM server through its own API: its configuration, weights, log-probabilities of a text, and
+adapters.
 
-A server that was started with our extension of its worker tells fingerprints of its weights, as a colocated vLLM does
-([`read_server`]). Any other server scores a text ([`score_text`]), and lists its adapters ([`AdapterCheck`]).
+A server that was started with our extension of its worker tells fingerprints of its weights, as a
+colocated vLLM does ([`read_server`]). Any other server scores a text ([`score_text`]), and lists
+its adapters ([`AdapterCheck`]).
 """
 
 import hashlib
@@ -64,9 +66,10 @@ class AdapterCheck:
     """
     Checks each adapter that is pushed to a server through files.
 
-    The parameters that train and the files that are pushed are both hashed. If the parameters have changed since the push
-    before and the files have not, then something else than the adapter that trains is pushed, and [`AdapterCheck.pushed`]
-    raises an error. If the server then lacks the name of the adapter, there is a warning.
+    The parameters that train and the files that are pushed are both hashed. If the parameters have
+    changed since the push before and the files have not, then something else than the adapter that
+    trains is pushed, and [`AdapterCheck.pushed`] raises an error. If the server then lacks the name
+    of the adapter, there is a warning.
     """
 
     def __init__(self) -> None:
@@ -75,8 +78,8 @@ class AdapterCheck:
 
     def pushed(self, url: str, name: str, folder: Path, trained: int, step: int) -> None:
         """
-        Check a push of the files in `folder` to the server at `url`, after optimizer step `step`, on the main process.
-        `trained` is the fingerprint of the parameters that train.
+        Check a push of the files in `folder` to the server at `url`, after optimizer step `step`,
+        on the main process. `trained` is the fingerprint of the parameters that train.
         """
         pushed, before = _hash_of(folder), self._before
         if pushed is None:
@@ -117,8 +120,8 @@ def served_adapter(model: Any) -> Any:
 
 def check_patterns(url: str, adapter: Any) -> None:
     """
-    Refuse an adapter with ranks or scales for single layers, where the vLLM server at `url` would serve it with one scale.
-    `adapter` is its `LoraConfig`.
+    Refuse an adapter with ranks or scales for single layers, where the vLLM server at `url` would
+    serve it with one scale. `adapter` is its `LoraConfig`.
     """
     patterns = {name: x for name in ("rank_pattern", "alpha_pattern") if (x := getattr(adapter, name, None))}
     if not patterns:

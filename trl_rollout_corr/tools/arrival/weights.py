@@ -1,8 +1,8 @@
 """
 Check that pushed weights arrive in the sampler, by reading them there.
 
-A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its first weights, or a part of
-them.
+A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its
+first weights, or a part of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,17 +32,19 @@ class WeightCheck:
     """
     Compares what was sent to the sampler with what the sampler holds, after each push.
 
-    If a weight is sent with another value than at the push before, rounded to the sampler's type, then the tensor that holds
-    it in the sampler must change as well. If not a single bit of the tensor has changed, the weight did not arrive. Neither
-    options of sampling nor precision can explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an
-    error.
+    If a weight is sent with another value than at the push before, rounded to the sampler's type,
+    then the tensor that holds it in the sampler must change as well. If not a single bit of the
+    tensor has changed, the weight did not arrive. Neither options of sampling nor precision can
+    explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an error.
 
-    Of a tensor that the sampler quantises, an update smaller than a step of its grid changes no bit. So such a tensor is never
-    called a failed push; [`WeightCheck.unmoved`] has the share of those that stood still.
+    Of a tensor that the sampler quantises, an update smaller than a step of its grid changes no
+    bit. So such a tensor is never called a failed push; [`WeightCheck.unmoved`] has the share of
+    those that stood still.
 
     `read` returns what the sampler holds, and where it puts the weights of some names
-    ([`~trl_rollout_corr.tools.arrival.fingerprints.read`]); `None` if the sampler cannot be read. `model` is the trainer's,
-    not wrapped. `dtype` returns the type of the sampler's weights, which may be known only after a while.
+    ([`~trl_rollout_corr.tools.arrival.fingerprints.read`]); `None` if the sampler cannot be read.
+    `model` is the trainer's, not wrapped. `dtype` returns the type of the sampler's weights, which
+    may be known only after a while.
     """
 
     def __init__(self, read: Callable[[list[str]], dict | None], model: Any, dtype: Callable[[], str]) -> None:
@@ -82,8 +84,9 @@ class WeightCheck:
         """
         Raise an error if weights did not arrive for the second time, after optimizer step `step`.
 
-        `announced` is true if the run has announced that the sampler gets older weights than the trainer's. `doubt` is a
-        reason why the weights of the sampler may not matter. The error is then a warning.
+        `announced` is true if the run has announced that the sampler gets older weights than the
+        trainer's. `doubt` is a reason why the weights of the sampler may not matter. The error is
+        then a warning.
         """
         before, now = self._before, self._push()
         self.unmoved = None

@@ -1,10 +1,11 @@
 """
-The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and the
-remedy. Arrays of numpy in, no TRL.
+The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its
+certainty and share, and the remedy. Arrays of numpy in, no TRL.
 
-`observed` has the tokens. `causes` has one record for each cause; their tests are in `single_tokens`, `drift`,
-`sampling` and `precision`, made of the statistics in `evidence`. `parts` finds the completions, turns and prompts that have
-the whole gap. `ranking` searches, and `text` writes the answer.
+`observed` has the tokens. `causes` has one record for each cause; their tests are in
+`single_tokens`, `drift`, `sampling` and `precision`, made of the statistics in `evidence`. `parts`
+finds the completions, turns and prompts that have the whole gap. `ranking` searches, and `text`
+writes the answer.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ from .text import write_json, write_text
 from .trl_log import course_of
 
 
-# Columns of a dump that a diagnosis needs; `tokens` and `prompt` are text, of which it quotes a few words
+# Columns of a dump that a diagnosis needs; `tokens` and `prompt` are text, of which it quotes a few
+# words
 COLUMNS = (
     *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
     *("prompt", "prompt_ids", "padding", "staleness", "advantage"),
@@ -96,8 +98,8 @@ def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
     """
-    The diagnosis of a dump as text or as JSON, and whether nothing has to be done. Of a run without a dump, the suspicion from
-    the log of its trainer.
+    The diagnosis of a dump as text or as JSON, and whether nothing has to be done. Of a run without
+    a dump, the suspicion from the log of its trainer.
     """
     if states := _without_dump(Path(path)):
         return _suspect(states, as_json=as_json)

@@ -1,6 +1,6 @@
 """
-The causes that a diagnosis knows, one record each: the test that finds the cause, and the remedy. `docs/debugging.md` has them
-at length.
+The causes that a diagnosis knows, one record each: the test that finds the cause, and the remedy.
+`docs/debugging.md` has them at length.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,8 @@ class Cause(NamedTuple):
     remedy: str  # first at the source
     settings: Mapping[str, object] = {}  # of a trainer, that are the remedy; empty where no setting is
     otherwise: str = ""  # the remedy for a run that has these settings already
-    # For the gap left after the remedy: any, or one that rejects single tokens; none where it would hide a mistake
+    # For the gap left after the remedy: any, or one that rejects single tokens; none where it would
+    # hide a mistake
     correction: Literal["", "any", "rejecting"] = ""
     normal: bool = False  # whether every run has it, so that only a large gap is unhealthy
     fallback: Test | None = None  # finds it where nothing else explains the gap

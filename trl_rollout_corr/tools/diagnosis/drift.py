@@ -13,7 +13,8 @@ _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
 _CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
 _MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
-# Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the smallest rate in use
+# Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the
+# smallest rate in use
 _STILL = 1e-7
 _LIKELY = 0.85  # certainty of a cause that a prompt which was trained on before may look like
 _ALIKE = 0.05  # likeness of the log-ratios of one token from which they repeat
@@ -65,7 +66,8 @@ def stale(o: DumpedTokens) -> Evidence | None:
     if one_age and (still := never_pushed(o)) is not None and still.statistic > _SURELY and _moves_alone(o):
         return None  # it grows without end
     evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
-    # weights that are never pushed, if the gap grows with the step at equal age, and not with the age
+    # weights that are never pushed, if the gap grows with the step at equal age, and not with the
+    # age
     may_stand_still = _step_explains(o) or (_serves_adapters(o) and not _age_explains(o))
     doubtful = not one_age and may_stand_still and not pushes_arrive(o)
     most = POSSIBLE if evidence is None or doubtful else evidence.most
@@ -76,8 +78,8 @@ def stale(o: DumpedTokens) -> Evidence | None:
 
 def with_equal_weights(o: DumpedTokens) -> float:
     """
-    Share of the gap (`k3_kl`) that trainer and sampler had after the first push of the run, before any update; NaN if no
-    completions were scored again then.
+    Share of the gap (`k3_kl`) that trainer and sampler had after the first push of the run, before
+    any update; NaN if no completions were scored again then.
     """
     first = next(iter(o.scored_again), None)
     return (first[1] + first[2]) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
@@ -91,8 +93,9 @@ def pushes_arrive(o: DumpedTokens) -> bool:
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
-    Test for stale samples of one age, or of an unknown one: the trainer has moved toward rewarded completions since. The gap
-    is near 0 in the first step, and does not grow for ever, as of weights that are never pushed.
+    Test for stale samples of one age, or of an unknown one: the trainer has moved toward rewarded
+    completions since. The gap is near 0 in the first step, and does not grow for ever, as of
+    weights that are never pushed.
     """
     if _as_small_as_rounding(o) or complete_at_once(o):
         return None
@@ -115,7 +118,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
             "push does not clear would look the same"
         )
     share = onset.share if onset is not None and begun else 1.0
-    # without the first step, any fault looks the same where it depends on what the rewards depend on, such as the length
+    # without the first step, any fault looks the same where it depends on what the rewards depend
+    # on, such as the length
     most = 0.99 if begun else POSSIBLE
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
 
@@ -137,8 +141,8 @@ def first_step(o: DumpedTokens) -> float:
 
 def with_advantage(o: DumpedTokens) -> float:
     """
-    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in samples of any sampler,
-    however sure it is; 0 where chance explains it.
+    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in
+    samples of any sampler, however sure it is; 0 where chance explains it.
     """
     d = o.d * o.core
     excess = o.of_rows(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(d)), 1e-12))
@@ -218,7 +222,8 @@ def never_pushed(o: DumpedTokens) -> Evidence | None:
     evidence = _unless_faster_than_steps(o, _by_step(o))
     if evidence is None:
         return None
-    # an adapter that is added in part would grow in the same way; updates that the sampler rounds away add up
+    # an adapter that is added in part would grow in the same way; updates that the sampler rounds
+    # away add up
     known = o.about.get("adapter") == "none" and not (o.quantised or o.coarser)
     return _if_the_trainer_moves(o, evidence if known else evidence._replace(most=POSSIBLE))
 
@@ -237,8 +242,9 @@ def adapter_missing(o: DumpedTokens) -> Evidence | None:
 
 def _if_the_trainer_moves(o: DumpedTokens, evidence: Evidence) -> Evidence:
     """
-    Doubt a gap that grows, unless it has the marks of a trainer that learns while the sampler stands still: it repeats at the
-    same token, it correlates with the advantage, and all completions of the latest steps have it.
+    Doubt a gap that grows, unless it has the marks of a trainer that learns while the sampler
+    stands still: it repeats at the same token, it correlates with the advantage, and all
+    completions of the latest steps have it.
     """
     numbers = {"alike": by_token(o), "rewarded": with_advantage(o), "least": _least_in_the_end(o)}
     sentence = (
@@ -260,8 +266,8 @@ def _moves_alone(o: DumpedTokens) -> bool:
 
 def _least_in_the_end(o: DumpedTokens) -> float:
     """
-    Size of the log-ratio in the completions of the latest steps that have little of it, a twentieth of them, over the median
-    of all of these, relative to equally likely tokens.
+    Size of the log-ratio in the completions of the latest steps that have little of it, a twentieth
+    of them, over the median of all of these, relative to equally likely tokens.
     """
     size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
     late = size[np.isfinite(size) & (o.step >= np.median(o.step))]
@@ -296,8 +302,8 @@ def standing_still(o: DumpedTokens) -> Evidence | None:
 
 def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
     """
-    Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many standard deviations by
-    chance: then it gets weights.
+    Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many
+    standard deviations by chance: then it gets weights.
     """
     own = o.of_rows(o.rollout)
     finite = np.isfinite(own)
@@ -306,8 +312,9 @@ def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
 
 def prefix_cache(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether completions of prompts that came in an earlier step have the gap, and those of new prompts have none, although
-    all samples are announced as fresh: keys and values of old weights are read again.
+    Test whether completions of prompts that came in an earlier step have the gap, and those of new
+    prompts have none, although all samples are announced as fresh: keys and values of old weights
+    are read again.
     """
     seen = _seen_before(o)
     later = (o.step > o.step.min()) & (o.lengths > 0)

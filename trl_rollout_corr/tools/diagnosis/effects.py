@@ -14,8 +14,8 @@ _ERRORS = 3.0  # standard errors of the mean weight, beyond which chance does no
 
 def whole_completions(o: DumpedTokens) -> Evidence | None:
     """
-    Look for a mean importance weight below 1 where each completion has one weight, although with one weight for each token it
-    would be almost 1.
+    Look for a mean importance weight below 1 where each completion has one weight, although with
+    one weight for each token it would be almost 1.
     """
     settings = settings_of_run(o.settings)
     if settings is None or not settings.corrects or not settings.applies_weights or settings.rollout_is != "sequence":

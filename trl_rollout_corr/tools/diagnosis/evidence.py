@@ -74,8 +74,8 @@ def relative_size(o: DumpedTokens, here: np.ndarray) -> np.ndarray:
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:
     """
-    Mean product of two values with the same key over the mean square: 1 if the key determines the value, 0 for noise, and
-    where there are so few pairs that it may be chance.
+    Mean product of two values with the same key over the mean square: 1 if the key determines the
+    value, 0 for noise, and where there are so few pairs that it may be chance.
     """
     _, inverse = np.unique(keys, return_inverse=True)
     n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))

@@ -25,8 +25,9 @@ ROWS = 64  # sequences of a diagnosis
 
 class FirstStepDiagnosis(Watcher):
     """
-    Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the main process at its end. With
-    `score_alone`, some sequences of the first batch are scored a second time, one by one.
+    Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the
+    main process at its end. With `score_alone`, some sequences of the first batch are scored a
+    second time, one by one.
     """
 
     reads_text = True
@@ -47,8 +48,8 @@ class FirstStepDiagnosis(Watcher):
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        # Sequences are scored one by one, which is not possible with images. A processor is the same on all ranks; images may
-        # be on some.
+        # Sequences are scored one by one, which is not possible with images. A processor is the
+        # same on all ranks; images may be on some.
         images = hasattr(trainer.processing_class, "image_processor")
         score_alone = None if images else getattr(trainer, "_score_alone", None)
         return cls(trainer.args, trainer._settings, trainer._about, score_alone)

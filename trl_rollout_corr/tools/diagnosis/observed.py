@@ -14,10 +14,11 @@ _LARGEST_POWER = 60.0  # of e, as in the metric
 
 class DumpedTokens:
     """
-    Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability of both policies.
-    `settings` and `about` are those of the dump, `movement` is the sum of the learning rates of the optimizer steps between
-    the first sequence and the last, and `quiet` is true of a run whose log has no alarm and only small gaps. `age` is that
-    of the oldest completion of the run, in optimizer steps. `scored_again` has the step, `fresh_k3_kl` and `age_k3_kl` of
+    Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability
+    of both policies. `settings` and `about` are those of the dump, `movement` is the sum of the
+    learning rates of the optimizer steps between the first sequence and the last, and `quiet` is
+    true of a run whose log has no alarm and only small gaps. `age` is that of the oldest completion
+    of the run, in optimizer steps. `scored_again` has the step, `fresh_k3_kl` and `age_k3_kl` of
     each score after a push. `N` tokens, `B` sequences; what is not known is NaN or `None`.
     """
 
@@ -41,12 +42,13 @@ class DumpedTokens:
         self.n_tokens = int((sequences.mask & chosen).sum())
         broken = sequences.broken & chosen
         self.broken_row = sequences.row[broken]
-        # Of these tokens, `(M,)`: place in the completion, log-probabilities of both sides, and whether no later token of
-        # the completion is finite, as behind a row of logits that is NaN
+        # Of these tokens, `(M,)`: place in the completion, log-probabilities of both sides, and
+        # whether no later token of the completion is finite, as behind a row of logits that is NaN
         self.broken_place = (np.arange(len(sequences.row)) - sequences.starts[:-1][sequences.row])[broken]
         self.broken_train, self.broken_rollout = sequences.train_logps[broken], sequences.rollout_logps[broken]
         self.broken_to_the_end = _none_later(sequences.valid & chosen, sequences.row)[broken]
-        # Of each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the log-ratio in nats
+        # Of each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
+        # log-ratio in nats
         self.row = sequences.row[counted]
         self.train, self.rollout = (
             x[counted].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
@@ -55,7 +57,8 @@ class DumpedTokens:
         # Of each sequence, `(B,)`
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
-        # Of each token again: its place in the completion, and whether it is at an end or just behind tokens outside the loss
+        # Of each token again: its place in the completion, and whether it is at an end or just
+        # behind tokens outside the loss
         starts = sequences.starts[:-1][sequences.row]
         position = np.arange(len(sequences.row)) - starts
         self.position = position[counted]

@@ -19,7 +19,8 @@ _SOUND = 0.03  # share of the usual size below which units are equally sound
 _LENGTH = 5  # tokens of a unit that are enough to judge it
 _TIMES = 1.5  # completions of a prompt, from which prompts are units of their own
 _LEAST = 2  # units on each side of a split
-# Share of the units that are off whose level is so many times that of sound units of the same step and age
+# Share of the units that are off whose level is so many times that of sound units of the same step
+# and age
 _MIXED, _BEYOND = 0.7, 2.0
 _FEW, _SHOWN = 10, 3  # tokens that may have the whole gap, and how many of them are shown
 
@@ -46,8 +47,9 @@ def _quantity(share: float) -> str:
 
 def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
     """
-    Split units, whose number each token has (`(N,)`, below 0 for none), where their levels are furthest apart. `None` if they
-    are not apart, or if the step or the age of the samples explains it.
+    Split units, whose number each token has (`(N,)`, below 0 for none), where their levels are
+    furthest apart. `None` if they are not apart, or if the step or the age of the samples explains
+    it.
     """
     here = o.core & (units >= 0)
     if not here.any():
@@ -77,8 +79,9 @@ def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
 
 def _place(levels: np.ndarray) -> tuple[int, float, float]:
     """
-    Where to split logarithms of levels in ascending order: the first place of the upper kind, how far the kinds are apart, and
-    the ratio of their means. Otsu's criterion for two kinds of about equal number, the largest step for a few that are off.
+    Where to split logarithms of levels in ascending order: the first place of the upper kind, how
+    far the kinds are apart, and the ratio of their means. Otsu's criterion for two kinds of about
+    equal number, the largest step for a few that are off.
     """
     n = len(levels)
     places = np.arange(_LEAST, n - _LEAST + 1)
@@ -171,8 +174,8 @@ def growth(o: DumpedTokens, parts: Split) -> float:
 
 def begun(o: DumpedTokens, parts: Split) -> float:
     """
-    Share of the completions that are off from their first tokens on: one of the first three at which a gap can be seen is
-    further off than tokens of sound completions are.
+    Share of the completions that are off from their first tokens on: one of the first three at
+    which a gap can be seen is further off than tokens of sound completions are.
     """
     usual = usual_size(o, o.core)
     visible = o.core & (usual > FLOOR)

@@ -1,6 +1,6 @@
 """
-Causes by which trainer and sampler compute other numbers from the same weights, and other weights: padding, dropout, routing,
-low precision and rounding.
+Causes by which trainer and sampler compute other numbers from the same weights, and other weights:
+padding, dropout, routing, low precision and rounding.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,14 @@ from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean,
 from .observed import DumpedTokens
 
 
-# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times what a pretrained model has in
-# bfloat16
+# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times what a
+# pretrained model has in bfloat16
 _DROPOUT = 0.075
-# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens from which it counts
+# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens
+# from which it counts
 _UNROUNDED, _MANY = 3.0, 1000
-# `k3_kl` up to which 8 bits are certain to explain a gap. Tiny models had 0.001 and 0.009, and a pretrained one 0.045
+# `k3_kl` up to which 8 bits are certain to explain a gap. Tiny models had 0.001 and 0.009, and a
+# pretrained one 0.045
 _QUANTISED = 0.03
 _GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the median
 
@@ -43,7 +45,8 @@ def padding(o: DumpedTokens) -> Evidence | None:
     local = bounded(1 - (alone / gap) ** 2)
     sentence = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
     local_evidence = Evidence(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, sentence)
-    # the few sequences that are scored alone may have little padding; then all sequences together show more
+    # the few sequences that are scored alone may have little padding; then all sequences together
+    # show more
     return more if more and local > 0.3 and more.statistic > local_evidence.statistic else local_evidence
 
 

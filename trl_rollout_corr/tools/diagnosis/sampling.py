@@ -28,8 +28,8 @@ def truncation(o: DumpedTokens) -> Evidence | None:
 
 def temperature(o: DumpedTokens) -> Evidence | None:
     """
-    Explain the log-ratio by the log-probability of the token, first the trainer's and then the sampler's. Noise correlates
-    with one of them only.
+    Explain the log-ratio by the log-probability of the token, first the trainer's and then the
+    sampler's. Noise correlates with one of them only.
     """
     here = o.core
     d, sides = o.d[here], (o.train[here], o.rollout[here])
@@ -49,8 +49,8 @@ def temperature(o: DumpedTokens) -> Evidence | None:
 
 def penalty(o: DumpedTokens) -> Evidence | None:
     """
-    Look for tokens that are less likely for the sampler if they occurred before, and more likely otherwise. The test uses
-    log-odds, because a penalty vanishes in `d` where a model is sure.
+    Look for tokens that are less likely for the sampler if they occurred before, and more likely
+    otherwise. The test uses log-odds, because a penalty vanishes in `d` where a model is sure.
     """
     here, times = o.core, o.times.clip(max=24).astype(float)
     penalties = (

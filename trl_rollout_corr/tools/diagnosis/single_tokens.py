@@ -1,6 +1,6 @@
 """
-Causes that act at some places: the first or last token, seams between turns, some prompts, and values that are not
-log-probabilities of the sampled tokens.
+Causes that act at some places: the first or last token, seams between turns, some prompts, and
+values that are not log-probabilities of the sampled tokens.
 """
 
 import numpy as np
@@ -10,14 +10,16 @@ from .observed import DumpedTokens
 from .parts import Split, begun, completions, growth
 
 
-# Quantile at which tokens are compared, because most tokens of a confident model have a log-ratio near 0
+# Quantile at which tokens are compared, because most tokens of a confident model have a log-ratio
+# near 0
 _MANY = 0.9
 # Usual sizes of the log-ratio above which the start of a turn is off: few are by chance
 _OFF = 3.0
 # Number of tokens from before a push that is needed to compare tokens of the same weights after one
 _ENOUGH = 8
-# A completion is off if the mean size of its log-ratios, each over the usual size and cut off, is so many times the median.
-# Largest share of such completions, and smallest share of the sum of squares that they have
+# A completion is off if the mean size of its log-ratios, each over the usual size and cut off, is
+# so many times the median. Largest share of such completions, and smallest share of the sum of
+# squares that they have
 _FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
 _SURE = -1e-6  # log-probability that is 0 but for the digits of float32
 _IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution that no truncation leaves
@@ -39,8 +41,8 @@ _GROWS = 0.3  # rank correlation with the step from which a gap is said to grow
 
 def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     """
-    Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger log-ratio in any case. A cause
-    shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger
+    log-ratio in any case. A cause shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here
     if here.sum() < 4 or rest.sum() < 20:
@@ -51,7 +53,8 @@ def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
     share = bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": rms(o.d[here]), "elsewhere": rms(o.d[rest])}
-    # whatever is off inside may be off here, too, and a sure policy has nothing inside to compare with
+    # whatever is off inside may be off here, too, and a sure policy has nothing inside to compare
+    # with
     likely, weights = np.maximum(o.train, o.rollout), np.square(o.d[here]) + 1e-300
     alone = mean(likely[rest] <= np.average(likely[here], weights=weights)) < _FEW
     most = POSSIBLE if alone or numbers["elsewhere"] > LARGE else 0.99
@@ -86,11 +89,13 @@ def seams(o: DumpedTokens) -> Evidence | None:
 
 def some_prompts(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether a minority of the completions is far off, and whether these always belong to the same prompts. If samples
-    differ in age, only those of different steps are compared: the completions of a prompt in one step have the same age.
+    Test whether a minority of the completions is far off, and whether these always belong to the
+    same prompts. If samples differ in age, only those of different steps are compared: the
+    completions of a prompt in one step have the same age.
     """
     rest = o.core
-    # large values are cut off, so that a few tokens, for instance with other experts, cannot decide about a completion
+    # large values are cut off, so that a few tokens, for instance with other experts, cannot decide
+    # about a completion
     level = o.of_rows(np.minimum(np.abs(o.d) / np.maximum(usual_size(o, rest), 1e-12), _CUT) * rest)
     known = np.isfinite(level) & (o.prompt >= 0)
     if known.sum() < _ENOUGH:
@@ -118,8 +123,8 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
 
 def nan_rows(o: DumpedTokens) -> Evidence | None:
     """
-    Look for rows of logits that are NaN: the trainer's, or the sampler's from some token of a completion to its end, because a
-    NaN in the cache of keys and values makes all later rows NaN.
+    Look for rows of logits that are NaN: the trainer's, or the sampler's from some token of a
+    completion to its end, because a NaN in the cache of keys and values makes all later rows NaN.
     """
     of_trainer = np.isnan(o.broken_train)
     return _without_ratio(
@@ -181,8 +186,9 @@ def misfit(o: DumpedTokens, lag: int) -> float | None:
 
 def not_sampled(o: DumpedTokens) -> Evidence | None:
     """
-    Test for fillers, for values that are as high as those of the likeliest tokens, and for a mean of `exp(d)` above 1: where
-    tokens were sampled with the probabilities of the sampler, it is at most 1, whatever the trainer computes.
+    Test for fillers, for values that are as high as those of the likeliest tokens, and for a mean
+    of `exp(d)` above 1: where tokens were sampled with the probabilities of the sampler, it is at
+    most 1, whatever the trainer computes.
     """
     d, train, rollout = o.d[o.core], o.train[o.core], o.rollout[o.core]
     zeros, forced = rollout > _SURE, _forced(o)
@@ -217,8 +223,8 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
 
 def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
     """
-    The token that the engine forced, with how often and the text of the first: nearly all implausible values of 0 are of one
-    token, and at most a few of a completion.
+    The token that the engine forced, with how often and the text of the first: nearly all
+    implausible values of 0 are of one token, and at most a few of a completion.
     """
     zeros = np.flatnonzero(o.core & (o.rollout > _SURE) & (o.d < _IMPLAUSIBLE))
     tokens, counts = np.unique(o.token[zeros], return_counts=True)
@@ -231,8 +237,8 @@ def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
 
 def _equal(o: DumpedTokens) -> np.ndarray:
     """
-    Tokens whose value the sampler has several times in a completion or in the dump, or has from the token before, while the
-    trainer's values differ as much as those of any tokens.
+    Tokens whose value the sampler has several times in a completion or in the dump, or has from the
+    token before, while the trainer's values differ as much as those of any tokens.
     """
     spread = max(_DIFFERENT, _DIFFERENT * float(o.train.std()))
     surely = o.rollout < _SURE
@@ -252,8 +258,8 @@ def _equal(o: DumpedTokens) -> np.ndarray:
 
 def later_turns(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether the turns after the first have the gap, from their edge on: the tokens before an edge are sound, at places and
-    with lengths that the tokens behind it hardly differ in.
+    Test whether the turns after the first have the gap, from their edge on: the tokens before an
+    edge are sound, at places and with lengths that the tokens behind it hardly differ in.
     """
     later = o.core & (o.turn_place > 0)
     first = o.core & (o.turn_place == 0)

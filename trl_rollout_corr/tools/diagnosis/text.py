@@ -80,8 +80,8 @@ def explains(finding: Finding) -> str:
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
     """
-    The remedy of a cause in the run that has it: sentences, and the settings to paste that are not in effect. The settings
-    remove the cause and correct for the rest of the gap.
+    The remedy of a cause in the run that has it: sentences, and the settings to paste that are not
+    in effect. The settings remove the cause and correct for the rest of the gap.
     """
     cause, run = finding.cause, diagnosis.in_effect
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}

@@ -1,6 +1,6 @@
 """
-The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean importance ratio between the
-trainer and vLLM. A log contains means only, so it proves nothing.
+The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean
+importance ratio between the trainer and vLLM. A log contains means only, so it proves nothing.
 """
 
 import json

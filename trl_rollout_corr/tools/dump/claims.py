@@ -1,6 +1,7 @@
 """
-The folder that a run writes its dump to. A run takes a folder with a file that only one process can create, so that two runs
-never write to the same one: the second takes `dump-2`, the next `dump-3`, and no run moves or deletes the rows of another.
+The folder that a run writes its dump to. A run takes a folder with a file that only one process can
+create, so that two runs never write to the same one: the second takes `dump-2`, the next `dump-3`,
+and no run moves or deletes the rows of another.
 """
 
 import glob
@@ -30,8 +31,9 @@ def check_folder(folder: Path) -> None:
 
 def claim(asked: Path, output_dir: str | Path, *, resumes: bool) -> tuple[Path, str]:
     """
-    Take the folder that was asked for, or the first free one of its name with a number. A run that `resumes` from a checkpoint
-    in its `output_dir` takes its own folder again. Returns the folder, and a sentence if it is not the one that was asked for.
+    Take the folder that was asked for, or the first free one of its name with a number. A run that
+    `resumes` from a checkpoint in its `output_dir` takes its own folder again. Returns the folder,
+    and a sentence if it is not the one that was asked for.
     """
     run = str(Path(output_dir).resolve())
     own = [folder for folder in _numbered(asked) if owner(folder).get("output_dir") == run]
@@ -79,8 +81,9 @@ def owner(folder: Path) -> Mapping[str, str]:
 
 def find_dump(folder: Path) -> Path | None:
     """
-    The dump of a folder: the folder itself, or else the latest dump of the run with this `output_dir`, which is below it or
-    beside it, or else the latest below it, or of those with its name and a number; `None` if there is none.
+    The dump of a folder: the folder itself, or else the latest dump of the run with this
+    `output_dir`, which is below it or beside it, or else the latest below it, or of those with its
+    name and a number; `None` if there is none.
     """
     if files_of(folder):
         return folder

@@ -7,7 +7,8 @@ import pyarrow as pa
 from numpy.typing import DTypeLike
 
 
-# The version grows when a column is added, removed, or changes its meaning; readers refuse another version.
+# The version grows when a column is added, removed, or changes its meaning; readers refuse another
+# version.
 FORMAT, VERSION = "trl_rollout_corr.dump", 4
 
 

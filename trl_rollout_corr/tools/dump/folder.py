@@ -1,8 +1,9 @@
 """
 Files of a dump: how they are written, deleted and listed, and the log beside them.
 
-A dump is a folder of Parquet files, one for each optimizer step and process that had something to write. A file appears under
-its name only when it is complete, so that a crash loses at most the file being written.
+A dump is a folder of Parquet files, one for each optimizer step and process that had something to
+write. A file appears under its name only when it is complete, so that a crash loses at most the
+file being written.
 """
 
 import json

@@ -9,8 +9,8 @@ from ...settings.resolve import Settings
 from ..translation.of_trl import TRL_KEYS
 
 
-# Fields of TRL that a diagnosis advises to set, or that rules and `compare` read. Of mappings, only these keys: others may be
-# secret, such as a Hub token
+# Fields of TRL that a diagnosis advises to set, or that rules and `compare` read. Of mappings, only
+# these keys: others may be secret, such as a Hub token
 _OF_TRL: dict[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": (),
     "disable_dropout": (),

@@ -62,9 +62,10 @@ class _File(NamedTuple):
 
 def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst: bool = True) -> Dump:
     """
-    Read some columns of a dump: its folder, one of its files, or the folder of a run with a dump in it. Of a large dump a
-    sample is read, with the `worst` rows if they are needed. Damaged files are left out, as the other files are still a sample
-    of the run. A `ValueError` of one line if nothing can be read.
+    Read some columns of a dump: its folder, one of its files, or the folder of a run with a dump in
+    it. Of a large dump a sample is read, with the `worst` rows if they are needed. Damaged files
+    are left out, as the other files are still a sample of the run. A `ValueError` of one line if
+    nothing can be read.
     """
     try:
         path = Path(path)

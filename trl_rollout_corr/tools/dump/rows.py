@@ -31,8 +31,8 @@ def make_row(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> dict[str, Any]:
     """
-    Make the row of one sequence of [`on_host`]: TRL's tokens and masks, and tensors of shape `(T,)` or `()` by column.
-    `decode` turns token ids into text; without it, all text is empty.
+    Make the row of one sequence of [`on_host`]: TRL's tokens and masks, and tensors of shape `(T,)`
+    or `()` by column. `decode` turns token ids into text; without it, all text is empty.
     """
     decode = decode or (lambda ids: "")
     n = int(sequence["completion_mask"].sum())

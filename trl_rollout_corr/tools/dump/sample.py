@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 
-# Tokens that a command reads of a dump, at most: `report`, which needs most, then takes less than 2 GiB and a minute
+# Tokens that a command reads of a dump, at most: `report`, which needs most, then takes less than 2
+# GiB and a minute
 MOST_TOKENS = 2_000_000
 _PART = 0.1  # of these tokens, at most for each kind of row that is kept on purpose
 _STEPS = 2_000  # optimizer steps that are read at most: each costs a few milliseconds, however small
@@ -31,8 +32,9 @@ class Sample(NamedTuple):
 
 def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
     """
-    Choose rows with at most so many tokens: evenly over the steps, and on purpose those of the first and the last step, those
-    without a finite log-ratio, and if asked for the worst, each kind up to a share of the tokens.
+    Choose rows with at most so many tokens: evenly over the steps, and on purpose those of the
+    first and the last step, those without a finite log-ratio, and if asked for the worst, each kind
+    up to a share of the tokens.
     """
     drawn = rows.sampled if rows.sampled.any() else np.ones(len(rows.step), bool)
     order = _evenly(rows.step, drawn)

@@ -21,9 +21,9 @@ class Sequences:
     """
     `B` sequences of a dump with `N` tokens, from a table with the columns of a dump.
 
-    Each column of numbers of the table is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...) or
-    `(N,)` with a number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the column is
-    null.
+    Each column of numbers of the table is an attribute: `(B,)` with a number for each sequence
+    (`step`, `reward`, ...) or `(N,)` with a number for each token, sequence after sequence (`mask`,
+    `train_logps`, ...). It is NaN where the column is null.
     """
 
     if TYPE_CHECKING:

@@ -110,7 +110,8 @@ class SequenceDump(Watcher):
         """Consider the sequences of a batch: TRL's tokens and masks, `(B, T)`, and columns of the dump, `(B, T)` or `(B,)`."""
         mask = columns["mask"]
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
-        # a completion without a token of the loss, such as a truncated one that TRL masks, has nothing to show
+        # a completion without a token of the loss, such as a truncated one that TRL masks, has
+        # nothing to show
         distance = distance.masked_fill(~mask, 0.0).amax(1).masked_fill(~mask.any(1), -1.0).cpu()
         # random numbers of its own, so that training draws the same ones with a dump and without
         seed = hash((self.seed, self.accelerator.process_index, step, self.n_batches))

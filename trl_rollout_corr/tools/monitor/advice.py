@@ -10,7 +10,8 @@ from ...settings.resolve import Settings
 
 # The preset to set for a gap, by mode: one without bounds that must be fitted to the run
 ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_pg_token_icepop"}
-# In place of `auto` where weights are fresh (`docs/choosing.md`): token weights, of TRL if the trainer has them
+# In place of `auto` where weights are fresh (`docs/choosing.md`): token weights, of TRL if the
+# trainer has them
 MODE, _SWITCH = "vllm_importance_sampling_mode", "vllm_importance_sampling_correction"
 _OF_TRL = {"rollout_correction": "trl", MODE: "token_truncate"}
 _OURS = {"rollout_correction": "decoupled_token_is"}
@@ -34,8 +35,9 @@ class Advice(NamedTuple):
 
 def advise(settings: Settings | None, age: float | None, fields: Mapping[str, Any]) -> Advice:
     """
-    The correction to set for a gap in a run with these settings, whose oldest completion has the `age` in optimizer steps;
-    `None` if they are not known. `fields` are those of TRL, by name, as far as they are known.
+    The correction to set for a gap in a run with these settings, whose oldest completion has the
+    `age` in optimizer steps; `None` if they are not known. `fields` are those of TRL, by name, as
+    far as they are known.
     """
     stale = {"rollout_correction": ADVISED["decoupled" if settings is None else settings.mode]}
     for_fresh = _for_fresh(settings, fields)

@@ -1,7 +1,7 @@
 """Healthy bands of metrics, for charts and documents."""
 
-# Root mean square of the log-ratio, in nats, below which a correction of tokens changes nothing (`benchmarks/exact`). The
-# rounding of bfloat16 is larger in most models.
+# Root mean square of the log-ratio, in nats, below which a correction of tokens changes nothing
+# (`benchmarks/exact`). The rounding of bfloat16 is larger in most models.
 NEGLIGIBLE = 0.004
 
 # Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.

@@ -22,9 +22,9 @@ def vetoes(window: Window) -> bool:
 
 def lasting_gap(window: Window) -> float | None:
     """
-    How much more `kl` is than at the start, once the sampler has reached its full staleness. Most of it comes from tokens that
-    became unlikely for the trainer; weights bound the others. If `k3_kl` is much smaller than `kl`, the mean ratio is not 1,
-    which is another problem.
+    How much more `kl` is than at the start, once the sampler has reached its full staleness. Most
+    of it comes from tokens that became unlikely for the trainer; weights bound the others. If
+    `k3_kl` is much smaller than `kl`, the mean ratio is not 1, which is another problem.
     """
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
@@ -80,8 +80,9 @@ def gap_from_the_start(window: Window) -> float | None:
 
 def without_advantages(window: Window) -> float | None:
     """
-    1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave advantages of equal rewards
-    that are not quite 0, so TRL's share of groups without a spread counts as well. `None` if neither is known.
+    1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave
+    advantages of equal rewards that are not quite 0, so TRL's share of groups without a spread
+    counts as well. `None` if neither is known.
     """
     shares = window.get("zero_advantage_fraction"), window.metrics.get("frac_reward_zero_std")
     known = [share for share in shares if share is not None]

@@ -23,8 +23,9 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 
 class Examiner:
     """
-    Applies the rules to one logging window after the other. `limits` replace those of bounds by name; `None`: no bound.
-    `settings`, `num_iterations` and `fields` of TRL are those of the run. Settings that are `None` are not known.
+    Applies the rules to one logging window after the other. `limits` replace those of bounds by
+    name; `None`: no bound. `settings`, `num_iterations` and `fields` of TRL are those of the run.
+    Settings that are `None` are not known.
     """
 
     def __init__(
@@ -141,13 +142,14 @@ def examine(
         history (`Iterable[Mapping]`):
             Entries of `trainer.state.log_history`, each with a `step`.
         settings ([`~trl_rollout_corr.settings.resolve.Settings`], *optional*):
-            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` are used. Without them it is not known
-            whether the run corrects: then `k3_high`, `k3_uncorrected`, `gap_stays` and `gap_clipped` are silent.
+            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` are used. Without
+            them it is not known whether the run corrects: then `k3_high`, `k3_uncorrected`,
+            `gap_stays` and `gap_clipped` are silent.
         num_iterations (`int`, *optional*, defaults to `1`):
             How often the run trains on a batch, as TRL's field of this name says.
         fields (`Mapping[str, Any]`, *optional*):
-            Fields of the configuration by name, such as `vars(args)`. The advice depends on them: TRL corrects only GRPO, and
-            only with vLLM.
+            Fields of the configuration by name, such as `vars(args)`. The advice depends on them:
+            TRL corrects only GRPO, and only with vLLM.
 
     Returns:
         `list[Alarm]`: one per bound, the most serious first.

@@ -8,15 +8,18 @@ class Reward:
     """
     Whether the mean reward has fallen, from the mean reward of each logging window.
 
-    A run whose prompts become harder loses reward, too. So a fall counts only if harder prompts would not look like it:
+    A run whose prompts become harder loses reward, too. So a fall counts only if harder prompts
+    would not look like it:
 
-    - The reward was level before, for twice as long as the fall takes. A data set that is ordered from easy to hard has no
-      such time.
+    - The reward was level before, for twice as long as the fall takes. A data set that is ordered
+      from easy to hard has no such time.
     - It falls over several spans. Where other prompts begin, the reward jumps.
-    - The fall is far larger than the scatter between steps, and than the scatter between spans of the run so far.
+    - The fall is far larger than the scatter between steps, and than the scatter between spans of
+      the run so far.
     - The fall is a quarter of the level before, and of what the run has gained.
 
-    The run is compared in spans of 5 windows, of 8, of 12, and so on: 8 spans before the fall, and 4 spans of it.
+    The run is compared in spans of 5 windows, of 8, of 12, and so on: 8 spans before the fall, and
+    4 spans of it.
     """
 
     SHORTEST, BEFORE, FALL = 5, 8, 4  # windows of the shortest span; spans

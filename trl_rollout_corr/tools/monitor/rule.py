@@ -36,7 +36,8 @@ class Alarm:
         return f"{self.seen} {self.why} {self.advice}"
 
 
-# A window of so many optimizer steps is enough for an alarm that ends a run: three of them would be longer than most falls.
+# A window of so many optimizer steps is enough for an alarm that ends a run: three of them would be
+# longer than most falls.
 LONG = 10
 # A fault comes and goes if so many of the latest windows are unhealthy: every third step is
 RETURNS, LATEST = 4, 12

@@ -12,7 +12,8 @@ def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...
     return tuple(Bound(**{"name": name, **shared, **fields}) for fields in bounds or [{}])
 
 
-# Each is a tuple of bounds about one problem, the most serious first. While one of them is passed, those after it are silent
+# Each is a tuple of bounds about one problem, the most serious first. While one of them is passed,
+# those after it are silent
 RULES = [
     _rule(
         "no_tokens",

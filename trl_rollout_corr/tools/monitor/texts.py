@@ -22,8 +22,8 @@ _ROUNDED = {
     "cache": f"an FP8 KV cache gave up to {ROUNDED['cache']:g}",
     "weights": f"FP8 or INT8 weights gave up to {ROUNDED['weights']:g}",
 }
-# A gap that rounding does not explain, and with which most uncorrected runs collapsed; and one with which most corrected runs
-# lost accuracy (`benchmarks/arena/alarms.json`)
+# A gap that rounding does not explain, and with which most uncorrected runs collapsed; and one with
+# which most corrected runs lost accuracy (`benchmarks/arena/alarms.json`)
 LARGE, HUGE = 0.1, 0.3
 _HARMLESS = "Not every run is harmed by a gap of this size."
 _COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE:g} collapsed."
@@ -37,7 +37,8 @@ _FROM_THE_START = (
     "`lora_dropout`), low precision in the sampler, or log-probabilities of other tokens than the sampled ones."
 )
 
-# By the origin of the gap: why it matters without a correction, and with one, and what to do about it
+# By the origin of the gap: why it matters without a correction, and with one, and what to do about
+# it
 _UNCORRECTED = {
     "old": f"{_HARMLESS} {_EXPLAINED} {_BIASED}",
     "start": "{rounding}",
@@ -98,7 +99,8 @@ _NO_TOKENS = {
 }
 
 
-# What to set about weights and bounds: with TRL's own correction, whose fields decide, with ours, and if that is not known
+# What to set about weights and bounds: with TRL's own correction, whose fields decide, with ours,
+# and if that is not known
 _TO_TOKENS = {
     "trl": "Set `vllm_importance_sampling_mode` to token_truncate{or_preset}.",
     "ours": "Set `rollout_is` to token.",
@@ -117,7 +119,8 @@ _DROPPED = {
 }
 
 
-# A mean weight of completions at the start, above which length alone does not explain that it is low now
+# A mean weight of completions at the start, above which length alone does not explain that it is
+# low now
 _NEAR_1 = 0.9
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios."
 _FALLS = f"Otherwise the weights shrink with length, even if nothing is wrong: {_PRODUCT}"

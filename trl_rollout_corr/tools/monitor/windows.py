@@ -26,9 +26,10 @@ def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
 
 class Course:
     """
-    The history of a run: its beginning, the reward, and the `spacing` of the latest window in optimizer steps. It is `settled`
-    if the sampler had reached its full staleness when the latest window began: no completion in it is older than earlier ones,
-    and as many steps as their age have passed.
+    The history of a run: its beginning, the reward, and the `spacing` of the latest window in
+    optimizer steps. It is `settled` if the sampler had reached its full staleness when the latest
+    window began: no completion in it is older than earlier ones, and as many steps as their age
+    have passed.
     """
 
     BEGINNING = 3  # windows, or optimizer steps
@@ -104,15 +105,16 @@ class Course:
 
     def fresh_growth(self, fresh: float) -> float:
         """
-        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. These may be lost as well, so a value
-        that is no rounding is not taken for usual.
+        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. These may
+        be lost as well, so a value that is no rounding is not taken for usual.
         """
         return fresh / max(min(*self._scored_again, fresh, self.OFF), self.SAME)
 
     def unlearnt(self, gap: float) -> float:
         """
-        How much more `kl` is than at the start; 0 if that is at most half of the start. A gap that was there from the start is
-        not learned, and the larger it is, the more it varies between windows.
+        How much more `kl` is than at the start; 0 if that is at most half of the start. A gap that
+        was there from the start is not learned, and the larger it is, the more it varies between
+        windows.
         """
         more = gap - self.gap_at_start
         return more if more > self.gap_at_start / 2 else 0.0
@@ -144,9 +146,10 @@ class Course:
     @property
     def too_likely(self) -> bool:
         """
-        True if the mean ratio of the latest windows is so far above 1 that chance does not explain it. Ratios to the policy
-        that sampled are not negative and have a mean of 1. So the product of the means of some windows exceeds a number `x`
-        with a probability of at most `1 / x` (Markov's inequality), whatever the policies are.
+        True if the mean ratio of the latest windows is so far above 1 that chance does not explain
+        it. Ratios to the policy that sampled are not negative and have a mean of 1. So the product
+        of the means of some windows exceeds a number `x` with a probability of at most `1 / x`
+        (Markov's inequality), whatever the policies are.
         """
         ratios = (max(1.0 + excess, 1e-9) for excess in self._excess)
         return sum(map(math.log, ratios)) > -math.log(self.CHANCE)
@@ -155,8 +158,9 @@ class Course:
 @dataclass
 class Window:
     """
-    A logging window: the log entry, keys with prefix, and the settings of the run, `None` if they are not known. `reuses`: the
-    run trains several times on a batch (`num_iterations`). `fields` are those of TRL, as far as they are known.
+    A logging window: the log entry, keys with prefix, and the settings of the run, `None` if they
+    are not known. `reuses`: the run trains several times on a batch (`num_iterations`). `fields`
+    are those of TRL, as far as they are known.
     """
 
     metrics: Mapping[str, Any]

@@ -1,10 +1,12 @@
 """
-The parts of a gap, which add up to the whole, and settings that may make it smaller. Arrays of numpy in, no TRL.
+The parts of a gap, which add up to the whole, and settings that may make it smaller. Arrays of
+numpy in, no TRL.
 
-Between trainer and sampler stands a chain of configurations that score the same tokens, and each step changes one thing. So
-the log-ratio `d` of a token is the sum of its steps, `d = sum_i d_i`, and its `k3 = exp(d) - 1 - d` is split in proportion,
-`k3 * d_i / d`: the Aumann-Shapley value of the step. Noise that is unrelated to the other steps gets the `k3` that it has
-alone; a step that others undo gets less, and may get less than 0.
+Between trainer and sampler stands a chain of configurations that score the same tokens, and each
+step changes one thing. So the log-ratio `d` of a token is the sum of its steps, `d = sum_i d_i`,
+and its `k3 = exp(d) - 1 - d` is split in proportion, `k3 * d_i / d`: the Aumann-Shapley value of
+the step. Noise that is unrelated to the other steps gets the `k3` that it has alone; a step that
+others undo gets less, and may get less than 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +42,8 @@ _PARTS = {
     "truncation": (OPTIONS,),
     "penalty": (OPTIONS,),
 }
-# Share of the gap up to which a part is in doubt and rules its causes out, and from which on it is found
+# Share of the gap up to which a part is in doubt and rules its causes out, and from which on it is
+# found
 SMALL, _LARGE = 0.2, 0.75
 LOW = ("bfloat16", "float16")
 _ALIKE = 1.2  # times the smallest gap, up to which the fastest setting is taken
@@ -262,8 +265,9 @@ class Answer(NamedTuple):
 
 def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
     """
-    What removes most of the gap: the remedy of a cause, which acts on its share, or the fastest of the settings with the
-    smallest gap, which was measured. A normal cause has no remedy that is better than a setting that was tried.
+    What removes most of the gap: the remedy of a cause, which acts on its share, or the fastest of
+    the settings with the smallest gap, which was measured. A normal cause has no remedy that is
+    better than a setting that was tried.
     """
     best, gain = best_of(trials)
     causes = [finding for finding in diagnosis.findings if not finding.cause.normal]

@@ -1,6 +1,7 @@
 """
-The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the gap, and settings to try.
-No TRL here: each trainer with its sampler has a process of its own (`trl_rollout_corr/tools/probe/process.py`).
+The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the
+gap, and settings to try. No TRL here: each trainer with its sampler has a process of its own
+(`trl_rollout_corr/tools/probe/process.py`).
 """
 
 import os
@@ -32,7 +33,8 @@ from .parts import (
 )
 
 
-# Variables that vLLM reads when it is imported: a small cache on a CPU, and the engine in the process of the trainer
+# Variables that vLLM reads when it is imported: a small cache on a CPU, and the engine in the
+# process of the trainer
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _PAUSE = 5.0  # seconds between two lines of progress
 _SIZES = {"completions": 64, "length": 128}
@@ -41,8 +43,9 @@ _QUICK = {"completions": 8, "length": 32}
 
 def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     """
-    Start a trainer and its sampler as the `run` would, which has the arguments of the command. Returns the diagnosis and two
-    tables as text or JSON, and whether nothing has to be done; a `ValueError` in one line if anything cannot be used.
+    Start a trainer and its sampler as the `run` would, which has the arguments of the command.
+    Returns the diagnosis and two tables as text or JSON, and whether nothing has to be done; a
+    `ValueError` in one line if anything cannot be used.
     """
     request = {**run, **(_QUICK if run["quick"] else _SIZES)}
     request["completions"] = run["completions"] or request["completions"]

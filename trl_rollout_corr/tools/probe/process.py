@@ -1,7 +1,8 @@
 """
-A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step. A request
-is the `run` of `probe` (`tools/probe/probe.py`) with `output` (a folder), `settings` (fields that differ from the run),
-and perhaps `tokens` (a file of another process, whose trainer need not score again if the settings are of vLLM alone).
+A process of a probe: one trainer and one sampler, which begin to train as in the run and stop
+before the first step. A request is the `run` of `probe` (`tools/probe/probe.py`) with `output` (a
+folder), `settings` (fields that differ from the run), and perhaps `tokens` (a file of another
+process, whose trainer need not score again if the settings are of vLLM alone).
 """
 
 import dataclasses
@@ -92,8 +93,8 @@ def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig
 
 def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]:
     """
-    A class of configurations that are checked less than those of runs: a process that only samples may have settings that
-    break the forward pass of a trainer.
+    A class of configurations that are checked less than those of runs: a process that only samples
+    may have settings that break the forward pass of a trainer.
     """
     checks = [check for check in config_class._checks_of_trainer if check not in left_out]
     return type(config_class.__name__, (config_class,), {"_checks_of_trainer": checks})
@@ -195,8 +196,8 @@ class Probe:
 
 def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:
     """
-    Sample, unless there are batches, and score the tokens with both sides, or without `scoring` with vLLM alone. Writes tokens
-    that were sampled.
+    Sample, unless there are batches, and score the tokens with both sides, or without `scoring`
+    with vLLM alone. Writes tokens that were sampled.
     """
     first = batches is None
     batches = probe.sample() if batches is None else batches

@@ -1,8 +1,9 @@
 """
-Choices of the sampler that a trainer makes again in its own forward passes: `rollout_routing` and `rollout_support`.
+Choices of the sampler that a trainer makes again in its own forward passes: `rollout_routing` and
+`rollout_support`.
 
-They are kept when the sampler generates, travel as columns of the batch, which TRL shuffles and splits with the others, and
-come back in each forward pass over the batch.
+They are kept when the sampler generates, travel as columns of the batch, which TRL shuffles and
+splits with the others, and come back in each forward pass over the batch.
 
 `B` sequences of `S` tokens with padding, `T` of them of the completion.
 """

@@ -1,7 +1,8 @@
 """
 Replay of the experts that the sampler chose: `rollout_routing`.
 
-`B` completions, `P` and `T` tokens of prompts and completions with padding, `L` layers with a router, `k` experts per token.
+`B` completions, `P` and `T` tokens of prompts and completions with padding, `L` layers with a
+router, `k` experts per token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ ROUTES = "rollout_corr_routes"  # column of a batch, (B, P + T, L, k), experts t
 
 class Experts:
     """
-    Replay of experts in models that have routers: the policy first, then a reference, both without wrappers. `unwrap` returns
-    a model without its wrappers.
+    Replay of experts in models that have routers: the policy first, then a reference, both without
+    wrappers. `unwrap` returns a model without its wrappers.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], unwrap: Callable[[Any], torch.nn.Module]) -> None:
@@ -79,8 +80,9 @@ class Experts:
     @contextmanager
     def over(self, model: Any, routes: torch.Tensor | None, *, trains: bool) -> Iterator[list[torch.Tensor]]:
         """
-        Replay routes, `(B, S, L, k)`, in the forward passes of a model over a batch. `trains` is true for the policy in its
-        loss. The list that is returned gets the tokens with other experts in the trainer: [`RouterHooks.over`].
+        Replay routes, `(B, S, L, k)`, in the forward passes of a model over a batch. `trains` is
+        true for the policy in its loss. The list that is returned gets the tokens with other
+        experts in the trainer: [`RouterHooks.over`].
         """
         hooks = self._hooks.get(id(self.unwrap(model)))
         replayed = nullcontext(list[torch.Tensor]()) if hooks is None or routes is None else hooks.over(model, routes)

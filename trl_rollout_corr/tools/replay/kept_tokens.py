@@ -1,16 +1,17 @@
 """
 Log-probabilities over the tokens that truncated sampling kept: `rollout_support: replay`.
 
-With `top_p`, `top_k` or `min_p`, vLLM draws a token from a kept set `S`, and its log-probability is normalised over `S`. So is
-the trainer's here:
+With `top_p`, `top_k` or `min_p`, vLLM draws a token from a kept set `S`, and its log-probability is
+normalised over `S`. So is the trainer's here:
 
     log p(token) = logit(token) - log sum_{k in S} exp(logit(k))
 
-The kept sets come from vLLM as candidates: a token that sampling cut has a log-probability of minus infinity. The trainer
-needs the logits of kept tokens alone, from the hidden states below the head and the rows of the head.
+The kept sets come from vLLM as candidates: a token that sampling cut has a log-probability of minus
+infinity. The trainer needs the logits of kept tokens alone, from the hidden states below the head
+and the rows of the head.
 
-`B` completions, `T` completion tokens, `M` kept tokens of a completion, `V` tokens of the vocabulary, `H` the size of a hidden
-state.
+`B` completions, `T` completion tokens, `M` kept tokens of a completion, `V` tokens of the
+vocabulary, `H` the size of a hidden state.
 """
 
 import math
@@ -31,7 +32,8 @@ _TIES = 8
 # Elements of rows of the head, or of its gradient, that are in memory at once
 _ELEMENTS = 2**24
 
-# Columns of a batch. A token with a large set takes no room from the others, as it would in a tensor `(B, T, K)`
+# Columns of a batch. A token with a large set takes no room from the others, as it would in a
+# tensor `(B, T, K)`
 KEPT = "rollout_corr_kept"  # (B, M), ids of the tokens that sampling kept, of one token after another; then -1
 KEPT_SIZES = "rollout_corr_kept_sizes"  # (B, T), number of kept tokens of each token
 
@@ -40,9 +42,9 @@ class KeptTokens:
     """
     Replay of the tokens that truncated sampling kept.
 
-    A colocated vLLM, the `generation` of TRL, is asked for candidates, from which the kept sets are read. Without `top_k`,
-    sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every kept set. `temperature` divides logits, and
-    `unwrap` returns a model without its wrappers.
+    A colocated vLLM, the `generation` of TRL, is asked for candidates, from which the kept sets are
+    read. Without `top_k`, sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every
+    kept set. `temperature` divides logits, and `unwrap` returns a model without its wrappers.
     """
 
     def __init__(self, generation: Any, temperature: float, unwrap: Callable[[Any], Any]) -> None:
@@ -67,8 +69,9 @@ class KeptTokens:
         token_ids: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[float | None]]:
         """
-        Store the kept sets of a generation, and return the log-probabilities of its sampled tokens. A token whose set is
-        larger than the candidates has no log-probability: `rollout_nan_policy` treats it.
+        Store the kept sets of a generation, and return the log-probabilities of its sampled tokens.
+        A token whose set is larger than the candidates has no log-probability: `rollout_nan_policy`
+        treats it.
         """
         sampled: list[list[float | None]] = []
         self._sets = []
@@ -132,8 +135,8 @@ def over_kept_tokens(
     **kwargs: Any,
 ) -> tuple:
     """
-    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's, and entropies are TRL's, of the
-    whole vocabulary.
+    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's, and
+    entropies are TRL's, of the whole vocabulary.
     """
     base = unwrap(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base  # of an adapter
@@ -157,8 +160,8 @@ def over_kept_tokens(
 
 class Sets(NamedTuple):
     """
-    Kept sets of `N` tokens, one after the other: `ids`, `(P,)`, of their `P` kept tokens, `sizes`, `(N,)`, and the place of
-    each sampled token among the `P`, `own`, `(N,)`.
+    Kept sets of `N` tokens, one after the other: `ids`, `(P,)`, of their `P` kept tokens, `sizes`,
+    `(N,)`, and the place of each sampled token among the `P`, `own`, `(N,)`.
     """
 
     ids: torch.Tensor
@@ -188,8 +191,8 @@ def kept_logps(
     states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sets: Sets, temperature: float
 ) -> torch.Tensor:
     """
-    Log-probabilities of sampled tokens over their kept sets, `(N,)`, in float32; from hidden states, `(N, H)`, and the head of
-    a model: `weight`, `(V, H)`, and `bias`, `(V,)`.
+    Log-probabilities of sampled tokens over their kept sets, `(N,)`, in float32; from hidden
+    states, `(N, H)`, and the head of a model: `weight`, `(V, H)`, and `bias`, `(V,)`.
     """
     logps: torch.Tensor = _KeptLogps.apply(states, weight, bias, *sets, temperature)
     return logps
@@ -197,10 +200,11 @@ def kept_logps(
 
 class _KeptLogps(torch.autograd.Function):
     """
-    [`kept_logps`]. The rows of the head are in memory for some tokens at a time, and its gradient is written once.
+    [`kept_logps`]. The rows of the head are in memory for some tokens at a time, and its gradient
+    is written once.
 
-    With `p` the probabilities over a set, the gradient of a log-probability is, for the logit of a kept token `k`,
-    `1[k is the sampled token] - p(k)`.
+    With `p` the probabilities over a set, the gradient of a log-probability is, for the logit of a
+    kept token `k`, `1[k is the sampled token] - p(k)`.
     """
 
     @staticmethod
@@ -256,8 +260,9 @@ class _KeptLogps(torch.autograd.Function):
 
 def _parts(sizes: torch.Tensor, n_hidden: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """
-    Parts of the tokens whose sets are alike in size: their indices, `(n,)`, the places of their kept tokens, `(n, k)`, and
-    where such a place is inside of the set. A set of one token is in no part, as its logarithm is 0.
+    Parts of the tokens whose sets are alike in size: their indices, `(n,)`, the places of their
+    kept tokens, `(n, k)`, and where such a place is inside of the set. A set of one token is in no
+    part, as its logarithm is 0.
     """
     largest, starts = int(sizes.max()), sizes.cumsum(0) - sizes
     for width in (2**i for i in range(1, largest.bit_length() + 1)):
@@ -273,8 +278,8 @@ def _gradient_of_rows(
     weight: torch.Tensor, states: torch.Tensor, ids: torch.Tensor, of_token: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor:
     """
-    Gradient of the head, `(V, H)`: for each row the sum over the tokens that kept it of a factor, `(P,)`, times a state. Each
-    row is summed in float32 and written once.
+    Gradient of the head, `(V, H)`: for each row the sum over the tokens that kept it of a factor,
+    `(P,)`, times a state. Each row is summed in float32 and written once.
     """
     gradient, order = torch.zeros_like(weight), ids.argsort()
     rows, counts = ids[order].long().unique_consecutive(return_counts=True)

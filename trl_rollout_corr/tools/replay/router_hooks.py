@@ -20,8 +20,9 @@ class RouterHooks:
     """
     Hooks on the routers of a model. Between passes the routers work as the model defines them.
 
-    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], for its backward pass, in which gradient
-    checkpointing computes layers again. Other forward passes do not get them.
+    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], for its
+    backward pass, in which gradient checkpointing computes layers again. Other forward passes do
+    not get them.
     """
 
     def __init__(self, routers: Mapping[int, torch.nn.Module]) -> None:
@@ -51,8 +52,9 @@ class RouterHooks:
     @contextmanager
     def over(self, model: torch.nn.Module, routes: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """
-        Replay routes, `(B, S, L, k)`, in the forward passes of a model over chunks of the batch, in order. The list that is
-        returned gets the tokens with other experts in the trainer, `(B * S,)` boolean, chunk by chunk.
+        Replay routes, `(B, S, L, k)`, in the forward passes of a model over chunks of the batch, in
+        order. The list that is returned gets the tokens with other experts in the trainer, `(B *
+        S,)` boolean, chunk by chunk.
         """
         before, start, flipped = (self._routes, self._inside), 0, list[torch.Tensor]()
 

@@ -56,8 +56,8 @@ ROUTERS = {
 
 def take(router: torch.nn.Module, output: tuple, experts: torch.Tensor) -> tuple:
     """
-    Output of a router with other experts, `(N, k)`. Their weights come from the logits of the output, and so has the router
-    a gradient.
+    Output of a router with other experts, `(N, k)`. Their weights come from the logits of the
+    output, and so has the router a gradient.
     """
     kind = ROUTERS[type(router).__name__]
     at_logits, at_weights, at_experts = kind.places

@@ -16,8 +16,9 @@ from ..text import number, visible
 from .page import Chart, Page
 
 
-# By role, in light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers tell apart. Pictures are
-# drawn in the colours of the light mode, each of which has one role only, so that the style sheet can replace it
+# By role, in light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers
+# tell apart. Pictures are drawn in the colours of the light mode, each of which has one role only,
+# so that the style sheet can replace it
 COLORS = {
     "text": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#9aa4af"),

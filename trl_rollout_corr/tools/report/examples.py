@@ -62,9 +62,9 @@ class Completions(NamedTuple):
 
 def choose_completions(sequences: Sequences, settings: Settings | None = None) -> Completions:
     """
-    Choose about ten completions: those that lost the largest sum of `abs(advantage) * max(0, 1 - factor)` over their tokens,
-    and some drawn at random, always the same ones of a dump. Each has at least one token of the loss. `settings` name rules
-    that rejected tokens.
+    Choose about ten completions: those that lost the largest sum of `abs(advantage) * max(0, 1 -
+    factor)` over their tokens, and some drawn at random, always the same ones of a dump. Each has
+    at least one token of the loss. `settings` name rules that rejected tokens.
     """
     factor = np.nan_to_num(sequences.coefficients)
     removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))

@@ -17,7 +17,8 @@ from .page import Card, Chart, Curve, Section
 
 class Trend(NamedTuple):
     """
-    A chart of metrics: its title, and labels by metric. The first metric has the healthy band; the others are its parts.
+    A chart of metrics: its title, and labels by metric. The first metric has the healthy band; the
+    others are its parts.
     """
 
     title: str
@@ -76,8 +77,8 @@ def draw_trends(
     alarms: Sequence[tuple[int, str]] = (),
 ) -> list[Chart]:
     """
-    Charts of the metrics that were logged, over optimizer steps. Of one run every metric of a chart is drawn, of two the first
-    of each.
+    Charts of the metrics that were logged, over optimizer steps. Of one run every metric of a chart
+    is drawn, of two the first of each.
     """
     charts = (_chart(name, trend, logs, colors, alarms) for name, trend in trends.items())
     return [chart for chart in charts if chart is not None]

@@ -14,13 +14,15 @@ from ..text import number, percent
 
 _ROWS = 12  # of a table of lost tokens
 _WORST = 20  # rows of the table of the worst tokens
-# Of the furthest tokens, those with the same text are one row: a percent of all, within these limits
+# Of the furthest tokens, those with the same text are one row: a percent of all, within these
+# limits
 _AMONG = (200, 2000)
 _PER_COMPLETION = 3  # rows, so that one broken completion does not hide the others
 _AROUND = 6  # tokens of context on either side
-# The page begins with the texts that account for most rejections. There are at most so many of them, and together they have at
-# least this share. The share of each is so many times its share of all tokens, which a frequent text cannot reach, and it is
-# rejected in so many completions, so that one broken completion does not count. Fewer rejected tokens prove nothing.
+# The page begins with the texts that account for most rejections. There are at most so many of
+# them, and together they have at least this share. The share of each is so many times its share of
+# all tokens, which a frequent text cannot reach, and it is rejected in so many completions, so that
+# one broken completion does not count. Fewer rejected tokens prove nothing.
 # `tests/test_lost_tokens.py` draws such tables at random.
 _FEW, _MOST, _TIMES, _COMPLETIONS, _TOKENS = 5, 0.5, 3.0, 5, 30
 

@@ -35,7 +35,8 @@ _ENGINE = "write arguments of vLLM's engine into `rollout_engine_kwargs`, such a
 _OF_SAMPLER = "a setting of the sampler that changes what is sampled, or its log-probabilities, changes every ratio"
 _PENALTY = "a penalty changes what vLLM samples but not what the trainer scores, so that every ratio would be off"
 _PROMPTS = "multiplied by `rollout.n`, it is `per_device_train_batch_size` times `{}`, of all processes"
-# Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same meaning, or what there is instead
+# Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same
+# meaning, or what there is instead
 COUNTERPARTS: dict[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("", "TRL has neither this estimator nor a value model, but GRPO and RLOO"),
     "algorithm.use_kl_in_reward": ("", _KL),

@@ -10,7 +10,8 @@ from .of_trl import TRL_KEYS
 _RATIO_CAP = "Write `rollout_is: token`, and the number as `rollout_is_threshold`."
 _VETO = "Write `rollout_rs: [seq_max_k1]` and `rollout_rs_threshold: [[0.0001, inf]]`, with your number as the lower bound."
 _PURE_IS = "Write `bypass_mode: true` and `rollout_loss_type: reinforce`."
-# What to write instead of names of other systems that are no fields here, although similar names are
+# What to write instead of names of other systems that are no fields here, although similar names
+# are
 INSTEAD = {
     "rollout_token_veto_threshold": _VETO,
     "rollout_is_veto_threshold": _VETO,

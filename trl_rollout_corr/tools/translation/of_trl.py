@@ -1,5 +1,6 @@
 """
-TRL's own correction, translated to fields of [`RolloutCorrectionConfig`]: the settings that `rollout_correction: trl` keeps.
+TRL's own correction, translated to fields of [`RolloutCorrectionConfig`]: the settings that
+`rollout_correction: trl` keeps.
 
 Settings of verl are translated by [`~trl_rollout_corr.tools.translation.verl`].
 """
@@ -56,8 +57,8 @@ def read_keys(settings: Mapping[str, object], keys: tuple[str, ...], what: str) 
 
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     """Fields for TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults."""
-    # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL takes the ratio of a token
-    # without a log-probability as 1, hence `rollout_nan_policy`.
+    # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL
+    # takes the ratio of a token without a log-probability as 1, hence `rollout_nan_policy`.
     settings = read_keys(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
     if not settings.get("vllm_importance_sampling_correction", True):
         return dict(OFF)

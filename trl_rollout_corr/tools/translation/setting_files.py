@@ -140,9 +140,9 @@ def read_file(path: str) -> str:
 
 def convert(arguments: list[str]) -> str:
     """
-    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of verl or
-    SkyRL, to YAML of this package and of TRL. A warning names each setting that is left out. The whole YAML of TRL or Axolotl
-    comes back.
+    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a
+    training script of verl or SkyRL, to YAML of this package and of TRL. A warning names each
+    setting that is left out. The whole YAML of TRL or Axolotl comes back.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
         text = read_file(arguments[0])
@@ -171,8 +171,8 @@ def system_of(content: Mapping[str, Any]) -> str:
 
 def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
     """
-    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, with the line that keeps TRL's own correction. Comments and
-    all other lines stay.
+    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, with the line that keeps TRL's own
+    correction. Comments and all other lines stay.
     """
     from_trl({key: value for key, value in of_trl.items() if str(key).startswith(_TRL)})  # an error if one is refused
     expected = {**content, "rollout_correction": "trl"}
@@ -317,8 +317,9 @@ def read_config(path: str) -> RolloutCorrectionConfig:
 
 def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
     """
-    Settings in effect of the run that wrote a dump. A dump that was not written by a run may name a part of them, as a
-    configuration does. Errors are a `ValueError` of one line that begins with the complaint.
+    Settings in effect of the run that wrote a dump. A dump that was not written by a run may name a
+    part of them, as a configuration does. Errors are a `ValueError` of one line that begins with
+    the complaint.
     """
     own = _own_fields(written)
     if own.get("rollout_correction") == "trl":  # whose weights no configuration of ours can name

@@ -1,8 +1,8 @@
 """
 Settings of SkyRL, translated to fields of [`RolloutCorrectionConfig`] by `from_skyrl`.
 
-Compared with SkyRL's source of August 2026: its bounds are on the ratio (trainer over sampler), and the trainer's
-log-probabilities are those of the weights before the step, as in decoupled mode here.
+Compared with SkyRL's source of August 2026: its bounds are on the ratio (trainer over sampler), and
+the trainer's log-probabilities are those of the weights before the step, as in decoupled mode here.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,8 @@ from .of_trl import OFF, read_keys, read_value
 
 # Names of verl, as data -----------------------------------------------------------------------------------------------
 
-# Today's keys of verl's section, then those of its first version, then one that verl had for some weeks
+# Today's keys of verl's section, then those of its first version, then one that verl had for some
+# weeks
 VERL_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -32,7 +33,8 @@ VERL_KEYS = (
     "use_pure_rollout_correction",
     "use_policy_gradient",
 )
-# Keys of verl's first releases and their defaults, beside `rollout_is` (true or false) and `rollout_is_threshold`
+# Keys of verl's first releases and their defaults, beside `rollout_is` (true or false) and
+# `rollout_is_threshold`
 FIRST_KEYS = {
     "rollout_is_level": "token",
     "rollout_is_mode": "truncate",
@@ -54,11 +56,13 @@ FIRST_PRESETS: dict[str, dict[str, Any]] = {
     "ppo_is_bypass": {"rollout_correction": "bypass_ppo_clip", "rollout_is": "token", "rollout_is_threshold": 2.0},
     "pure_is": {"rollout_correction": "bypass_pg_is"},
 }
-# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
+# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded
+# the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 # Loss of bypass mode in the first version of the section, and in its next one
 _PURE = ("use_pure_rollout_correction", "use_policy_gradient")
-# Where verl puts its section for the loss, and the cap of the weights of tokens in its first weeks and in FlashRL's patch
+# Where verl puts its section for the loss, and the cap of the weights of tokens in its first weeks
+# and in FlashRL's patch
 _IN_LOSS = "actor_rollout_ref.actor.policy_loss."
 _CAPS = ("tis_imp_ratio_cap", "imp_ratio_cap")
 _LOSSES = ("ppo_clip", "reinforce")  # other systems have a `loss_type`, too
@@ -103,8 +107,8 @@ def is_first(section: Mapping[str, object]) -> bool:
 
 def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
     """Fields for the flat keys of verl's first releases, with which everything was off without a threshold."""
-    # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the mask. With TRL's
-    # denominators, which a rejected token does not leave, the two are the same.
+    # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the
+    # mask. With TRL's denominators, which a rejected token does not leave, the two are the same.
     keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
     settings = {**FIRST_KEYS, **read_keys(section, keys, "the `rollout_is*` keys of verl's first releases")}
     given = settings.get("rollout_is")
