@@ -273,17 +273,24 @@ TRAINED = """
 import sys
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
-path, folder = sys.argv[1:]
-build(*TRAINERS["grpo"], path, folder, sampler=StaleSampler(path), max_steps=1, rollout_monitor=None).train()
+path, folder, correction = sys.argv[1:]
+build(*TRAINERS["grpo"], path, folder, sampler=StaleSampler(path), max_steps=1, rollout_monitor=None,
+    rollout_correction=correction).train()
 print([name for name in sys.modules if name.startswith("trl_rollout_corr.tools")])
 """
 
 
-def test_a_training_without_a_monitor_loads_no_tool(tiny_model_path, tmp_path):
-    command = [sys.executable, "-c", TRAINED, tiny_model_path, str(tmp_path)]
+# TRL's own correction, the default, is read and judged by two tools; a correction of this package loads none
+OF_TRL = ["", ".bounds", ".translation", ".translation.of_trl"]
+
+
+@pytest.mark.parametrize(("correction", "tools"), {"auto": [], "default": OF_TRL}.items())
+def test_a_training_without_a_monitor_loads_no_other_tool(tiny_model_path, tmp_path, correction, tools):
+    command = [sys.executable, "-c", TRAINED, tiny_model_path, str(tmp_path), correction]
     process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=clean_environment())
     assert process.returncode == 0, process.stderr[-2000:]
-    assert process.stdout.splitlines()[-1] == "[]"
+    loaded = ast.literal_eval(process.stdout.splitlines()[-1])
+    assert sorted(loaded) == [f"trl_rollout_corr.tools{name}" for name in tools]
 
 
 def test_every_module_has_its_place():
