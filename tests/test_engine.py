@@ -16,8 +16,8 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectionConfig,
 )
-from trl_rollout_corr.tools.engine_checks import DOUBTFUL, check_names, known_arguments
-from trl_rollout_corr.trainers.engine_arguments import RESERVED, check_engine_kwargs, engine_arguments
+from trl_rollout_corr.tools.engine_checks import DOUBTFUL, RESERVED, check_names, known_arguments
+from trl_rollout_corr.trainers.engine_arguments import engine_arguments
 from trl_rollout_corr.trainers.metadata import engine_metadata
 from trl_rollout_corr.trainers.model_checks import check_types
 from trl_rollout_corr.trainers.trl_checks import check_shared_process
@@ -38,10 +38,13 @@ def test_what_is_no_mapping_is_refused(given):
         RolloutCorrectionConfig(rollout_engine_kwargs=given)
 
 
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu": True}
+
+
 @pytest.mark.parametrize("name", RESERVED)
-def test_what_is_decided_elsewhere_is_refused_with_the_reason(name):
+def test_what_is_decided_elsewhere_is_refused_with_the_reason(tmp_path, name):
     with pytest.raises(ValueError, match=rf"has '{name}', which is set elsewhere: .+ Remove it"):
-        check_engine_kwargs({name: 1})
+        RolloutCorrectedGRPOConfig(str(tmp_path), **COLOCATED, rollout_engine_kwargs={name: 1})
 
 
 @pytest.mark.parametrize(
@@ -52,9 +55,6 @@ def test_arguments_of_another_engine_warn(tmp_path, fields, reason):
     on_a_cpu = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
     with pytest.warns(UserWarning, match=f"`rollout_engine_kwargs` .* has no effect: {reason}"):
         RolloutCorrectedGRPOConfig(rollout_engine_kwargs={"dtype": "float16"}, **on_a_cpu, **fields)
-
-
-COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu": True}
 
 
 @pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])

@@ -25,7 +25,6 @@ OTHERS = {
     "quantised engine": "tools.quantised_engine:build_quantised",
     "unlikely bounds": "tools.bounds:warn_about_bounds",
     "replays": "tools.replay.choices:replays_of",
-    "TRL's own correction": "tools.translation.of_trl:of_configuration",
 }
 
 

@@ -11,6 +11,7 @@ from ..door import tool
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
+from .of_trl import fields_of, given_to_trl
 from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
 
@@ -142,7 +143,8 @@ class RolloutCorrectionConfig:
             if name in given:
                 warn_idle(name, getattr(self, name), reason)
         _warn_about_conflicts(settings, given)
-        if settings.by_trl or given & {"rollout_is_threshold", "rollout_rs_threshold", "rollout_clip_ratio_c"}:
+        bounds_of_trl = settings.by_trl and given_to_trl(vars(self))
+        if bounds_of_trl or given & {"rollout_is_threshold", "rollout_rs_threshold", "rollout_clip_ratio_c"}:
             tool("unlikely bounds")(settings)
 
     @property
@@ -156,8 +158,7 @@ class RolloutCorrectionConfig:
 
     def _of_trl(self) -> dict[str, Any]:
         """TRL's own correction as fields, for `rollout_correction: trl`."""
-        fields: dict[str, Any] = tool("TRL's own correction")(self)
-        return fields
+        return fields_of(given_to_trl(vars(self)))
 
     @property
     def given(self) -> frozenset[str]:

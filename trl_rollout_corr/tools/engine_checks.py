@@ -21,6 +21,20 @@ _OLD_CACHE = (
     "Completions would then continue from them"
 )
 _OTHER_IMAGES = "Perhaps vLLM sees other images or frames than the trainer, which takes them from its own processor"
+# Arguments that TRL or rollout correction sets, with the way to change them
+RESERVED = {
+    "model": "the sampler runs the trainer's model",
+    "tensor_parallel_size": "set `vllm_tensor_parallel_size`",
+    "gpu_memory_utilization": "set `vllm_gpu_memory_utilization`",
+    "max_model_len": "set `vllm_max_model_length`",
+    "max_num_seqs": "TRL sets it to the size of a generation",
+    "enable_sleep_mode": "set `vllm_enable_sleep_mode`",
+    "model_impl": "set `vllm_model_impl`",
+    "distributed_executor_backend": "the engine runs in TRL's processes",
+    "seed": "ranks that share an engine must draw the same numbers",
+    "logprobs_mode": "TRL asks for the log-probabilities of the distribution sampled from, which the correction needs",
+    "trust_remote_code": "set `trust_remote_code`",
+}
 # Arguments with which a log-probability may mean something else than the trainer's, and how
 DOUBTFUL = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
@@ -41,6 +55,15 @@ DOUBTFUL = {
 # Parts of a model's configuration that change its precision, but not what it computes
 _PRECISIONS = ("dtype", "torch_dtype", "head_dtype")
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def check_reserved(kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments that TRL or rollout correction sets."""
+    for name in kwargs:
+        if name in RESERVED:
+            raise ValueError(
+                f"`rollout_engine_kwargs` has {name!r}, which is set elsewhere: {RESERVED[name]}. Remove it."
+            )
 
 
 def check_names(kwargs: Mapping[str, object]) -> None:
@@ -115,6 +138,7 @@ def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *,
     """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
     check_generation_kwargs(config)
     check_sampling(config.generation_kwargs or {}, colocated=config.vllm_mode == "colocate")
+    check_reserved(kwargs)
     check_names(kwargs)
     check_routing(config, settings)
     check_support(config, settings, truncates=truncates)

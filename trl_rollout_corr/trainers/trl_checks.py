@@ -18,7 +18,6 @@ from ..door import tool
 from ..messages import warn, warn_idle
 from ..settings.fields import LOSS_TYPES
 from ..settings.resolve import Settings
-from .engine_arguments import check_engine_kwargs
 
 
 # Options of vLLM that leave only some tokens to draw from
@@ -212,7 +211,6 @@ def check_sampler(config: Any, settings: Settings) -> None:
     kwargs = (settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None) or {}
     replays = settings.rollout_support or settings.rollout_routing
     if kwargs or config.generation_kwargs or replays:
-        check_engine_kwargs(kwargs)
         tool("checks of the sampler")(config, settings, kwargs, truncates=bool(truncation(config)))
 
 

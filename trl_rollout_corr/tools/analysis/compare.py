@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ...messages import warn
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.of_trl import given_to_trl
 from ...settings.presets import CORRECTION, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
@@ -16,7 +17,7 @@ from ..monitor.advice import ADVISED, MODE
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.examine import examine
 from ..text import number, three_decimals, yaml_lines
-from ..translation.of_trl import from_trl, given_to_trl
+from ..translation.of_trl import from_trl
 from ..translation.setting_files import read_config, read_settings
 from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute

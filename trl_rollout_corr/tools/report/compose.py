@@ -8,6 +8,7 @@ import pandas as pd
 
 from ...messages import capitalized
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.of_trl import given_to_trl
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ..analysis.recommend import recommend
@@ -18,7 +19,6 @@ from ..diagnosis.trl_log import Course, suspicions
 from ..dump.sequences import Sequences
 from ..monitor.rule import Alarm
 from ..text import number, percent, steps, yaml_lines
-from ..translation.of_trl import given_to_trl
 from .examples import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
