@@ -1,6 +1,7 @@
 """The correction to set for a gap, which depends on the mode of a run, on its trainer and on the age of its completions."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from ...messages import capitalized
@@ -86,8 +87,13 @@ def _has(advised: Mapping[str, object], run: Settings) -> bool:
 
 def has_preset(run: Settings, name: str) -> bool:
     """Whether weights, rejection and mode of a run are as in a preset."""
-    preset = RolloutCorrectionConfig(rollout_correction=name).settings
+    preset = _settings_of(name)
     return all(getattr(run, x) == getattr(preset, x) for x in ("mode", "bounding", "criteria"))
+
+
+@cache
+def _settings_of(preset: str) -> Settings:
+    return RolloutCorrectionConfig(rollout_correction=preset).settings
 
 
 # In words ---------------------------------------------------------------------------------------------------------------

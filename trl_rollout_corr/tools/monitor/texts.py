@@ -1,6 +1,8 @@
 """Sentences of rules: those that several rules share, and those that depend on how the gap arose."""
 
-from ...settings.resolve import Settings
+from collections.abc import Callable, Mapping
+from string import Formatter
+
 from .advice import Advice, advise, in_words
 from .windows import Window
 
@@ -142,28 +144,47 @@ _BROKEN = {
 }
 
 
-def _about_broken(settings: Settings | None) -> str:
+def _about_broken(window: Window) -> str:
     """What the loss of a run does with a token without a finite log-probability."""
+    settings = window.settings
     if settings is None:
         return _BROKEN["unknown"]
     return _BROKEN["trl" if settings.by_trl else settings.rollout_nan_policy]
 
 
-def _about_weights(window: Window) -> dict[str, str]:
-    """What to set about weights and bounds in the mode of a run; empty where it is set."""
-    settings = window.settings
-    if settings is None:
-        unknown = {"token_level": _TO_TOKENS, "dropped": _DROPPED, "lower_cap": _LOWER_CAP}
-        return {name: texts["unknown"] for name, texts in unknown.items()} | {"bounds": "widen them"}
-    mode, bounding = "trl" if settings.by_trl else "ours", settings.bounding
-    of_tokens, drops = bounding is not None and bounding.level == "token", bounding is not None and bounding.drops
-    or_preset, or_set_preset = _or_preset(window)
-    return {
-        "token_level": "" if of_tokens else _TO_TOKENS[mode].format(or_preset=or_preset),
-        "dropped": _DROPPED[mode] if drops and (of_tokens or mode == "ours") else "",
-        "lower_cap": _LOWER_CAP[mode].format(or_set_preset=or_set_preset) if of_tokens else "",
-        "bounds": _bounds(settings, or_preset),
-    }
+def _token_level(window: Window) -> str:
+    """How to set weights of tokens; empty if they are set."""
+    bounding = window.bounding
+    if bounding is not None and bounding.level == "token":
+        return ""
+    or_preset, _ = _or_preset(window)
+    return _TO_TOKENS[_mode(window)].format(or_preset=or_preset)
+
+
+def _dropped(window: Window) -> str:
+    """What to do if weights outside the bounds are 0; empty if no such weights act, or if `_token_level` says it."""
+    mode, bounding = _mode(window), window.bounding
+    if mode == "unknown":
+        return _DROPPED[mode]
+    drops = bounding is not None and bounding.drops
+    said = mode == "trl" and bounding is not None and bounding.level != "token"
+    return _DROPPED[mode] if drops and not said else ""
+
+
+def _lower_cap(window: Window) -> str:
+    """How to limit token weights; empty if the weights are of something else."""
+    mode, bounding = _mode(window), window.bounding
+    if mode != "unknown" and (bounding is None or bounding.level != "token"):
+        return ""
+    _, or_set_preset = _or_preset(window)
+    return _LOWER_CAP[mode].format(or_set_preset=or_set_preset)
+
+
+def _mode(window: Window) -> str:
+    """Whose fields decide about weights: `"trl"`, `"ours"`, or `"unknown"`."""
+    if window.settings is None:
+        return "unknown"
+    return "trl" if window.settings.by_trl else "ours"
 
 
 def _or_preset(window: Window) -> tuple[str, str]:
@@ -176,13 +197,17 @@ def _or_preset(window: Window) -> tuple[str, str]:
     return f", or {where}`rollout_correction` to {preset}", f", or {where}set `rollout_correction` to {preset}"
 
 
-def _bounds(settings: Settings, or_preset: str) -> str:
+def _bounds(window: Window) -> str:
     """What to set if the bounds reject too much."""
+    settings, bounding = window.settings, window.bounding
+    if settings is None:
+        return "widen them"
     if settings.by_trl:
-        of_trl = "" if settings.bounding is None else ", or `vllm_importance_sampling_mode` to token_truncate"
+        or_preset, _ = _or_preset(window)
+        of_trl = "" if bounding is None else ", or `vllm_importance_sampling_mode` to token_truncate"
         values = f"{of_trl}{or_preset}".removeprefix(", or ")
         return f"set {values}" if values else "widen them"
-    drops = settings.bounding is not None and settings.bounding.drops
+    drops = bounding is not None and bounding.drops
     own = {"rollout_rs_threshold": bool(settings.criteria), "rollout_is_threshold": drops}
     return f"widen {' or '.join(f'`{name}`' for name, acts in own.items() if acts) or 'them'}"
 
@@ -199,41 +224,91 @@ def origin(window: Window) -> str:
     return "old" if (window.get("staleness_max") or 0.0) >= 1.0 else "open"
 
 
-def _rounding(window: Window, gap: float) -> str:
+def _gap(window: Window) -> float:
+    return window.get("k3_kl") or 0.0
+
+
+def _gave(window: Window) -> str:
+    """The gap of the first steps that we measured with an engine that rounds as this one."""
+    return _ROUNDED[window.rounds_more if window.rounds_more in _ROUNDED else ""]
+
+
+def _rounding(window: Window) -> str:
     """Whether rounding explains a gap of the first steps."""
-    what = window.rounds_more
+    what, gap = window.rounds_more, _gap(window)
     if what == "few bits":
         return _FEW_BITS
-    if what and gap <= ROUNDED[what]:
-        return _ROUNDING
-    return _SELDOM if what or gap <= LARGE else _NEVER
+    as_measured = what != "" and gap <= ROUNDED[what]
+    possible = what != "" or gap <= LARGE
+    explained = _ROUNDING if as_measured else _SELDOM if possible else _NEVER
+    return explained.format(gave=_gave(window))
+
+
+def _length(window: Window) -> str:
+    return "" if window.length is None else f" of {window.length:.0f} tokens on average"
+
+
+def _fell(window: Window) -> str:
+    """Why the mean weight of completions is low."""
+    first = window.course.weight_at_start
+    return _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS
+
+
+def _grown(window: Window) -> str:
+    """What to look for where the mean weight was near 1 at the start."""
+    return _GROWN if (window.course.weight_at_start or 0.0) >= _NEAR_1 else ""
+
+
+def _cut(window: Window) -> str:
+    return _CUT.format(cut=window.cut) if window.cut is not None and window.cut >= CUT else _UNCUT
+
+
+def _no_tokens(window: Window) -> str:
+    """Why no token is left in the loss."""
+    return _NO_TOKENS["ended" if window.cut is not None and window.cut < CUT else "cut"]
+
+
+def _by_origin(texts: Mapping[str, str], window: Window) -> str:
+    """The text for the origin of the gap."""
+    age = window.get("staleness_max") or 0.0
+    numbers = {"age": age, "s": "" if age == 1.0 else "s", "rounding": _rounding(window)}
+    return texts[origin(window)].format(**numbers)
+
+
+def _uncorrected(window: Window) -> str:
+    return _by_origin(_UNCORRECTED_LARGE if _gap(window) > LARGE else _UNCORRECTED, window)
+
+
+def _corrected(window: Window) -> str:
+    return _by_origin(_CORRECTED_HUGE if _gap(window) > HUGE else _CORRECTED, window)
+
+
+# Sentences for the state of a run, by their name in the texts of rules
+_SENTENCES: dict[str, Callable[[Window], str]] = {
+    "correct": lambda window: in_words(_advice(window), window.settings),
+    "length": _length,
+    "fell": _fell,
+    "grown": _grown,
+    "token_level": _token_level,
+    "dropped": _dropped,
+    "lower_cap": _lower_cap,
+    "bounds": _bounds,
+    "broken": _about_broken,
+    "uncorrected": _uncorrected,
+    "corrected": _corrected,
+    "gave": _gave,
+    "diagnose": lambda window: _DIAGNOSE[window.settings is not None and window.settings.rollout_diagnose],
+    "cut": _cut,
+    "corrects": lambda window: _UNKNOWN if window.settings is None else "the run corrects for it",
+    "close": lambda window: _CLOSE[origin(window)],
+    "closer": lambda window: _FROM_THE_START if origin(window) == "start" else _CLOSER,
+    "no_tokens": _no_tokens,
+}
 
 
 def fill(text: str, window: Window, **values: object) -> str:
     """A text of a rule with its numbers, and with the sentences for the state of the run in place of the names in braces."""
-    came, age, gap = origin(window), window.get("staleness_max") or 0.0, window.get("k3_kl") or 0.0
-    cut = window.cut
-    few_cut = cut is not None and cut < CUT
-    gave = _ROUNDED[window.rounds_more if window.rounds_more in _ROUNDED else ""]
-    rounding = _rounding(window, gap).format(gave=gave)
-    first = window.course.weight_at_start
-    parts = {
-        "correct": in_words(_advice(window), window.settings),
-        "length": "" if window.length is None else f" of {window.length:.0f} tokens on average",
-        "fell": _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS,
-        "grown": _GROWN if first and first >= _NEAR_1 else "",
-        **_about_weights(window),
-        "broken": _about_broken(window.settings),
-        "uncorrected": (_UNCORRECTED_LARGE if gap > LARGE else _UNCORRECTED)[came],
-        "corrected": (_CORRECTED_HUGE if gap > HUGE else _CORRECTED)[came],
-        "gave": gave,
-        "diagnose": _DIAGNOSE[window.settings is not None and window.settings.rollout_diagnose],
-        "cut": _CUT if cut is not None and cut >= CUT else _UNCUT,
-        "corrects": _UNKNOWN if window.settings is None else "the run corrects for it",
-        "close": _CLOSE[came],
-        "closer": _FROM_THE_START if came == "start" else _CLOSER,
-        "no_tokens": _NO_TOKENS["ended" if few_cut else "cut"],
-    }
-    numbers = {"age": age, "s": "" if age == 1.0 else "s", "cut": cut or 0.0, "gave": gave, "rounding": rounding}
-    filled = text.format(**values, **{name: part.format(**numbers) for name, part in parts.items()})
+    named = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+    sentences = {name: _SENTENCES[name](window) for name in named & _SENTENCES.keys()}
+    filled = text.format(**values, **sentences)
     return " ".join(filled.split())  # a sentence that does not apply leaves a gap

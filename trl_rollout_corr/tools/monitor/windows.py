@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...messages import PREFIX
+from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
 from .advice import known_age
 from .reward import Reward
@@ -199,6 +200,11 @@ class Window:
     def corrects(self) -> bool | None:
         """True if the loss is corrected; `None` if the settings are not known."""
         return None if self.settings is None else self.settings.corrects
+
+    @property
+    def bounding(self) -> Bounding | None:
+        """Level and bounds of the importance weights; `None` for no weights, and if the settings are not known."""
+        return None if self.settings is None else self.settings.bounding
 
     @property
     def rounds_more(self) -> str:
