@@ -29,7 +29,7 @@ if not TYPE_CHECKING:  # see `criteria`
 
 _COMMON = (
     "Common presets are auto, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled; "
-    "`trl-rollout-corr docs choosing#presets` has all."
+    "`trl-rollout-corr docs presets#presets` has all."
 )
 _OFF = ("none", "null", "false", "off", "no")
 _LARGEST = 1e300  # so that it is a float as bytes, too
