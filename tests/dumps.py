@@ -34,6 +34,7 @@ def make_dump(
     tools: bool = True,
     broken: int = 0,
     logs: bool = True,
+    age: int = 0,
 ) -> Path:
     """
     Write a dump of `steps` optimizer steps with a batch of `rows` each, and return its folder.
@@ -41,7 +42,8 @@ def make_dump(
     The log-ratio has the root mean square `spread` at the first step, and at the others `growth` times that of the step
     before. It is larger for unlikely tokens, unless `gaussian`. `sampled` rows (all but four by default) are drawn at random,
     and `worst` are the worst. `group` is the number of completions per prompt, and `broken` the number of tokens per step that
-    have no log-probability. Unless told otherwise, completions `vary` in length, and some have tokens of `tools`.
+    have no log-probability. Unless told otherwise, completions `vary` in length, and some have tokens of `tools`. The
+    youngest completions have an `age`.
     """
     folder = Path(folder)
     config = RolloutCorrectionConfig(**(settings or {"rollout_correction": "decoupled_token_is"}))
@@ -79,7 +81,7 @@ def make_dump(
                     "coefficients": correction.coefficients[i, here].tolist(),
                     "reward": rewards[i].item(),
                     "advantage": advantages[i].item(),
-                    "staleness": (step - 1) % 4,
+                    "staleness": age + (step - 1) % 4,
                     "prompt_ids": [step % len(WORDS), i // group % len(WORDS)],
                     "padding": i // group % 3,
                 }

@@ -126,15 +126,20 @@ STATES = {
 # By state: the age of the oldest completion
 AGES = {"open": None, "old": 8.0, "fresh": 0.0}
 TOKEN_TRUNCATE = {"rollout_correction": "trl", MODE: "token_truncate"}
-HAVE_IT = ("trl with token_truncate", "bypass", "asynchronous", "asynchronous trl")
+HAVE_IT = ("trl with token_truncate",)
+
+
+def of_stale(settings):
+    """What is advised with stale weights: the mode of a correction of ours is kept."""
+    return {"rollout_correction": ADVISED["decoupled" if settings.by_trl else settings.mode]}
 
 
 def for_fresh(mode):
     """What is advised with fresh weights."""
     trainer, fields = MODES[mode]
     settings = of_mode(mode).settings
-    if settings.bypass_mode or trainer == "AsyncGRPO":
-        return {"rollout_correction": ADVISED[settings.mode]}
+    if trainer == "AsyncGRPO":
+        return of_stale(settings)
     if trainer == "RLOO" or "use_vllm" not in fields:
         return {"rollout_correction": "decoupled_token_is"}
     off = "vllm_importance_sampling_correction"
@@ -145,12 +150,12 @@ def for_fresh(mode):
 def test_the_correction_for_a_gap_depends_on_the_age(mode):
     """`auto` is advised for stale weights only; with fresh ones it was worse than TRL's correction."""
     config, fresh = of_mode(mode), for_fresh(mode)
-    of_stale = {"rollout_correction": ADVISED[config.settings.mode]}
+    stale = of_stale(config.settings)
     for fields in (vars(config), settings_in_effect(config, config.settings)):
         known, old, unknown = (advise(config.settings, age, fields) for age in (0.0, 8.0, None))
-        assert (old.best.settings, old.fresh) in ((of_stale, None), ({}, None))
+        assert (old.best.settings, old.fresh) in ((stale, None), ({}, None))
         assert unknown.best == old.best
-        assert (unknown.fresh is None) == (fresh == of_stale)
+        assert (unknown.fresh is None) == (fresh == stale)
         if mode == "a sampler of one's own":  # which counts as fresh unless it reports its weights
             assert known == unknown
         else:

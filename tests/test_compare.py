@@ -188,13 +188,14 @@ def rows_of(*arguments) -> list[str]:
 
 
 def test_a_run_is_not_advised_the_settings_that_it_has(tmp_path):
-    found = document(make_dump(tmp_path / "healthy", settings={"rollout_correction": "auto"}))["recommendation"]
+    found = document(make_dump(tmp_path / "healthy", age=3, settings={"rollout_correction": "auto"}))["recommendation"]
     assert (found["row"], found["fields"]) == ("this run", {})
     assert "The run uses the settings of `auto` already." in found["why"]
     changed = {"rollout_correction": "auto", "rollout_rs": "token_tv", "rollout_rs_threshold": [[0.3, 0.3]]}
-    found = document(make_dump(tmp_path / "changed", settings=changed))["recommendation"]
+    found = document(make_dump(tmp_path / "changed", age=3, settings=changed))["recommendation"]
     assert found["fields"] == {"rollout_correction": "auto"}
-    far = document(make_dump(tmp_path / "far", spread=1.0, settings={"rollout_correction": "auto"}))["recommendation"]
+    far = make_dump(tmp_path / "far", spread=1.0, age=3, settings={"rollout_correction": "auto"})
+    far = document(far)["recommendation"]
     assert (far["row"], far["fields"]) == ("this run", {})
     assert "find the cause of the gap first" in far["why"]
 
@@ -221,32 +222,48 @@ def of_age(folder, age, trainer):
 
 def test_the_recommendation_depends_on_the_age_and_the_trainer(tmp_path, capsys):
     """With fresh weights `auto` was worse than TRL's correction, which only GRPO has."""
-    folder = make_dump(tmp_path, steps=2, rows=16, settings={"rollout_correction": "disabled"})
+    folder = make_dump(
+        tmp_path / "far", steps=2, rows=16, spread=0.2, logs=False, settings={"rollout_correction": "disabled"}
+    )
     stale, of_trl = {"rollout_correction": "auto"}, {"rollout_correction": "trl", MODE: "token_truncate"}
 
     def recommended(age, trainer):
         return document(of_age(folder, age, trainer))["recommendation"]["fields"]
 
-    assert recommended(lambda step: step - 1, "grpo") == stale
+    assert recommended(lambda step: step + 1, "grpo") == stale
     assert recommended(lambda step: 0, "async") == stale
     assert recommended(lambda step: 0, "rloo") == {"rollout_correction": "decoupled_token_is"}
+    assert recommended(lambda step: 2, "rloo") == {"rollout_correction": "decoupled_token_is"}
     found = document(of_age(folder, lambda step: 0, "grpo"))
     row = found["recommendation"]["row"]
     assert (row, found["recommendation"]["fields"]) == ("trl with token_truncate", of_trl)
     assert [it["fields"]["rollout_is"] for it in found["settings"] if it["name"] == row] == ["token"]
     text = compare(folder)
     assert f"| {row} (recommended)" in text
-    assert "All completions come from fresh weights" in text
+    assert "`auto` is for stale weights (3 steps old or more), and all are fresher." in text
     assert f"{MODE}: token_truncate" in text
-    main(["diagnose", str(folder), "--json"])
+    near = make_dump(tmp_path / "near", steps=2, rows=16, settings={"rollout_correction": "disabled"})
+    main(["diagnose", str(of_age(near, lambda step: 0, "grpo")), "--json"])
     advised = [it["settings"] for it in json.loads(capsys.readouterr().out)["causes"] if it["preset"]]
     assert advised
     assert all({**settings, **of_trl} == settings for settings in advised)
     text = compare(dump.files_of(folder)[0])  # of step 1, in which the weights of every run are fresh
     assert "Recommended: auto." in text
-    assert f"with fresh ones, set `rollout_correction` to trl and `{MODE}` to token_truncate." in text
-    dump.append_log(folder, {"step": 3, "rollout_corr/staleness_max": 1.0})  # of which nothing is dumped
+    assert f"with fresher ones, set `rollout_correction` to trl and `{MODE}` to token_truncate." in text
+    dump.append_log(folder, {"step": 3, "rollout_corr/staleness_max": 3.0})  # of which nothing is dumped
     assert "Recommended: auto." in compare(folder)
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_a_healthy_run_with_fresh_weights_is_left_as_it_is(tmp_path, trainer):
+    for name, settings in {"trl": {"rollout_correction": "trl"}, "none": {"rollout_correction": "disabled"}}.items():
+        folder = of_age(make_dump(tmp_path / name, steps=2, spread=0.06, settings=settings), lambda step: 0, trainer)
+        found = document(folder)["recommendation"]
+        assert (found["fields"], found["row"]) == ({}, "this run")
+        assert "no alarm was raised" in found["why"]
+    auto = make_dump(tmp_path / "auto", steps=2, spread=0.06, settings={"rollout_correction": "auto"})
+    folder = of_age(auto, lambda step: 0, trainer)
+    assert document(folder)["recommendation"]["fields"] != {}  # `auto` is for stale weights
 
 
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
@@ -320,11 +337,11 @@ def test_after_an_alarm_about_bounds_there_are_bounds(tmp_path):
     [
         ({}, "auto"),
         ({"rollout_correction": "bypass_ppo_clip_k3_rs"}, "bypass_ppo_clip"),
-        ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
+        ({"rollout_correction": "bypass_pg_is"}, "bypass_dppo_tv"),
     ],
 )
 def test_without_healthy_steps_what_needs_no_bounds_is_recommended(settings, preset, tmp_path):
-    folder = make_dump(tmp_path / "dump", spread=1.0, settings=settings)
+    folder = make_dump(tmp_path / "dump", spread=1.0, age=3, settings=settings)
     found = document(folder)
     assert found["suggestion"] is None
     assert found["recommendation"]["fields"] == {"rollout_correction": preset}
@@ -349,7 +366,7 @@ def test_one_row_is_recommended(tmp_path):
 
 
 def test_policies_that_have_nothing_to_do_with_each_other_have_no_bounds(tmp_path):
-    found = document(make_dump(tmp_path / "dump", spread=4.0, gaussian=True, logs=False))
+    found = document(make_dump(tmp_path / "dump", spread=4.0, age=3, gaussian=True, logs=False))
     assert found["suggestion"] is None
     assert found["recommendation"]["fields"] == {"rollout_correction": "auto"}
 

@@ -744,7 +744,10 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
 
     source, preset = {"mask_truncated_completions": True}, {"rollout_correction": "auto"}
     cause = CAUSES["last_token"]
-    both = " The preset is for stale weights; with fresh ones, set `rollout_correction` to decoupled_token_is."
+    both = (
+        " The preset is for stale weights (3 steps old or more); with fresher ones, set `rollout_correction` to "
+        "decoupled_token_is."
+    )
     assert advised("unknown") == (f"{cause.remedy}{both}", {**source, **preset})  # in step 1 the age says nothing
     off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
     assert advised("none", mask_truncated_completions=False, **off) == (f"{cause.remedy}{both}", {**source, **preset})
@@ -788,7 +791,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
     assert settings(rollout_is="token", rollout_is_threshold=[0.5, 5.0]) == {}
     assert settings() == settings(rollout_correction="auto") == {}
     assert settings(rollout_correction="bypass_ppo_clip") == {}
-    assert settings(rollout_correction="bypass_pg_is") == {"rollout_correction": "bypass_pg_token_icepop"}
+    assert settings(rollout_correction="bypass_pg_is") == {"rollout_correction": "bypass_dppo_tv"}
 
 
 def test_mappings_are_in_effect_key_by_key():

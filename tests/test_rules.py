@@ -13,7 +13,7 @@ from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.tools.monitor.advice import ADVISED, advise
+from trl_rollout_corr.tools.monitor.advice import ADVISED, STALE_WEIGHTS, advise
 from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
@@ -232,7 +232,7 @@ def test_a_gap_from_the_first_step_is_not_put_down_to_a_stale_sampler():
     for settings in KNOWN.values():
         for name in BOUNDS.keys() - {"staleness"}:
             said = " ".join(texts(name, settings, **STATES["start"]))
-            said = said.replace("With stale weights, set", "")  # where the age is not known, both are named
+            said = said.replace(f"With {STALE_WEIGHTS}, set", "")  # where the age is not known, both are named
             assert not re.search(r"\bstale\b|\bold\b|lost push|were not pushed", said), said
     for name in ("k3_high", "k3_corrected"):
         assert "there from the first step" in texts(name, KNOWN["auto"], **STATES["start"])[2]
@@ -280,7 +280,7 @@ def test_no_token_in_the_loss_names_the_setting_that_did_it():
         ({}, "auto"),
         ({"rollout_correction": "decoupled_geo_rs_token_tis"}, "auto"),
         ({"rollout_correction": "bypass_ppo_clip_geo_rs"}, "bypass_ppo_clip"),
-        ({"rollout_correction": "bypass_pg_is"}, "bypass_pg_token_icepop"),
+        ({"rollout_correction": "bypass_pg_is"}, "bypass_dppo_tv"),
     ],
 )
 def test_the_advised_preset_keeps_the_mode(fields, preset):
@@ -300,7 +300,7 @@ def test_the_diagnosis_advises_the_same(tmp_path, capsys):
         "bypass_ppo_clip": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_metrics_only": True},
     }
     for preset, settings in runs.items():
-        folder = make_dump(tmp_path / preset, spread=0.03, settings=settings)
+        folder = make_dump(tmp_path / preset, spread=0.03, age=3, settings=settings)
         main(["diagnose", str(folder), "--json"])
         presets = {cause["preset"] for cause in json.loads(capsys.readouterr().out)["causes"]}
         assert preset in presets

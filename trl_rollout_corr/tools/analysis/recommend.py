@@ -1,18 +1,21 @@
 """The settings to try first, which `report` and `compare` recommend."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...messages import PREFIX
 from ...settings.resolve import Settings
-from ..monitor.advice import ADVISED, advise, has_preset, with_fresh
-from ..monitor.bands import NEGLIGIBLE
+from ..monitor.advice import ADVISED, STALE_WEIGHTS, advise, has_preset, with_fresh
+from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.rule import Alarm
 
 
 # Metrics of the gap between the policies. An alarm about weights or bounds does not make the
 # sequences unhealthy.
 _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
+# Of the log-ratio in nats, up to which a gap is no reason for a correction where weights are fresh
+_SMALL = math.sqrt(2 * (HEALTHY["k3_kl"][1] or 0.0))
 
 
 class Advice(NamedTuple):
@@ -44,13 +47,17 @@ def recommend(
     best, fresh = advise(run, age, fields)
     preset, reason = ADVISED[run.mode], "This preset has no bounds to fit."
     if best.settings and best.settings["rollout_correction"] != preset:
-        reason = f"All completions come from fresh weights, and `{preset}` is for stale ones."
+        if spread <= _SMALL and not alarms and not run.changes_loss:
+            return Advice(
+                {}, "The weights are not stale, the gap is small, and no alarm was raised: leave it as it is."
+            )
+        reason = f"`{preset}` is for {STALE_WEIGHTS}, and all are fresher."
     if not best.settings:
         if alarm:
             reason = "But trainer and sampler are too far apart even so: find the cause of the gap first."
         reason = f"{_of_the_run(run, preset)} {reason}"
     if fresh is not None:
-        reason += f" `{preset}` is for stale weights; {with_fresh(fresh, run)}."
+        reason += f" `{preset}` is for {STALE_WEIGHTS}; {with_fresh(fresh, run)}."
     if best.remove:
         reason += f" Remove {', '.join(f'`{field}`' for field in best.remove)}, which would act on top of it."
     return Advice(best.settings, reason)
@@ -60,4 +67,4 @@ def _of_the_run(run: Settings, preset: str) -> str:
     """What a run has already."""
     if has_preset(run, preset):
         return f"The run uses the settings of `{preset}` already."
-    return "The run weights single tokens already, which is the correction for fresh weights."
+    return "The run weights single tokens already, which is the correction for weights that are not stale."

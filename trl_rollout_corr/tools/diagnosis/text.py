@@ -1,11 +1,12 @@
 """A diagnosis as text and as JSON."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 
 from ...messages import capitalized
-from ..monitor.advice import Advice, advise, with_fresh
+from ..monitor.advice import STALE_WEIGHTS, Advice, advise, with_fresh
 from ..text import number, percent, yaml_lines
 from ..translation.setting_files import settings_of_run
 from .effects import EFFECTS
@@ -106,7 +107,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if beside:
         text += f" Remove {', '.join(f'`{name}`' for name in beside)}, which would keep acting on top of the preset."
     if cause.correction and advice.fresh is not None:
-        text += f" The preset is for stale weights; {with_fresh(advice.fresh, settings)}."
+        text += f" The preset is for {STALE_WEIGHTS}; {with_fresh(advice.fresh, settings)}."
     return text, {**missing, **correction}
 
 
@@ -143,7 +144,7 @@ def _elsewhere(setting: tuple[str, object]) -> str:
 def _advice(diagnosis: Diagnosis) -> Advice:
     """The correction for the rest of the gap. Where old weights are found, what was announced about their age is wrong."""
     stale = any(finding.name == "stale" for finding in diagnosis.findings)
-    return advise(settings_of_run(diagnosis.in_effect), 1.0 if stale else diagnosis.age, diagnosis.in_effect)
+    return advise(settings_of_run(diagnosis.in_effect), math.inf if stale else diagnosis.age, diagnosis.in_effect)
 
 
 # Values of settings that a mapping does not name

@@ -10,7 +10,11 @@ from ...settings.resolve import Settings
 
 
 # The preset to set for a gap, by mode: one without bounds that must be fitted to the run
-ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_pg_token_icepop"}
+ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_dppo_tv"}
+# Optimizer steps from which on weights are stale. Corrections were judged from 3 on; younger
+# weights, of which nothing was measured, count as fresh
+STALE = 3
+STALE_WEIGHTS = f"stale weights ({STALE} steps old or more)"
 # In place of `auto` where weights are fresh (`docs/choosing.md`): token weights, of TRL if the
 # trainer has them
 MODE, _SWITCH = "vllm_importance_sampling_mode", "vllm_importance_sampling_correction"
@@ -37,18 +41,35 @@ class Advice(NamedTuple):
 def advise(settings: Settings | None, age: float | None, fields: Mapping[str, Any]) -> Advice:
     """
     The correction to set for a gap in a run with these settings, whose oldest completion has the
-    `age` in optimizer steps; `None` if they are not known. `fields` are those of TRL, by name, as
+    `age` in optimizer steps; `None` if one is not known. `fields` are those of TRL, by name, as
     far as they are known.
     """
-    stale = {"rollout_correction": ADVISED["decoupled" if settings is None else settings.mode]}
+    bypasses = settings is not None and settings.bypass_mode and not settings.by_trl
+    stale = {"rollout_correction": ADVISED[settings.mode if settings is not None and bypasses else "decoupled"]}
     for_fresh = _for_fresh(settings, fields)
-    if for_fresh is None or (age is not None and age >= 1):
+    if for_fresh is None or is_stale(age, fields):
         return Advice(_missing(stale, settings))
-    if (
-        age is None or fields.get("use_vllm") is False
-    ):  # a sampler of one's own counts as fresh unless it reports its weights
+    # a sampler of one's own counts as fresh unless it reports its weights
+    if age is None or fields.get("use_vllm") is False:
         return Advice(_missing(stale, settings), _missing(for_fresh, settings))
     return Advice(_missing(for_fresh, settings))
+
+
+def is_stale(age: float | None, fields: Mapping[str, Any]) -> bool:
+    """
+    True if the weights that sampled the oldest completion are known to be stale. The optimizer
+    steps that train on one generation (`steps_per_generation`, `num_iterations`) do not count: they
+    are PPO's, and the correction compares the sampler with the trainer before them.
+    """
+    return age is not None and age - _reused(fields) >= STALE
+
+
+def _reused(fields: Mapping[str, Any]) -> float:
+    """Optimizer steps after the first one that train on the same generation."""
+    micro_batches, accumulated = fields.get("steps_per_generation"), fields.get("gradient_accumulation_steps")
+    if not micro_batches or not accumulated:
+        return 0.0
+    return float(max(micro_batches * (fields.get("num_iterations") or 1) / accumulated - 1, 0.0))
 
 
 def known_age(oldest: float | None, step: int) -> float | None:
@@ -59,7 +80,7 @@ def known_age(oldest: float | None, step: int) -> float | None:
 def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str, object] | None:
     """What to set with fresh weights; `None` where it is the same as with stale ones."""
     asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
-    if asynchronous or (settings is not None and settings.bypass_mode):
+    if asynchronous:
         return None
     weighs = settings is not None and settings.by_trl and settings.bounding is not None
     if not (weighs and not fields) and not (fields.get("use_vllm") and MODE in fields):
@@ -104,17 +125,15 @@ def in_words(advice: Advice, run: Settings | None) -> str:
     best, fresh = advice
     parts = []
     if best.settings:
-        parts.append(f"{'' if fresh is None else 'with stale weights, '}{to_set(best, run)}")
+        parts.append(f"{'' if fresh is None else f'with {STALE_WEIGHTS}, '}{to_set(best, run)}")
     if fresh is not None and (fresh.settings or parts):
-        parts.append(with_fresh(fresh, run) if parts else f"with fresh weights, {to_set(fresh, run)}")
+        parts.append(with_fresh(fresh, run) if parts else f"with fresher weights, {to_set(fresh, run)}")
     return f"{capitalized('; '.join(parts))}{', unless the run has it' if run is None else ''}." if parts else ""
 
 
 def with_fresh(correction: Correction, run: Settings | None) -> str:
-    """What to do with fresh weights, after a part of the sentence about stale ones."""
-    return (
-        f"with fresh ones, {to_set(correction, run) if correction.settings else 'the correction of the run is right'}"
-    )
+    """What to do with weights that are not stale, after a part of the sentence about stale ones."""
+    return f"with fresher ones, {to_set(correction, run) if correction.settings else 'the correction of the run is right'}"
 
 
 def to_set(correction: Correction, run: Settings | None) -> str:

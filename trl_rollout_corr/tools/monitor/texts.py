@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from string import Formatter
 
-from .advice import Advice, advise, in_words
+from .advice import STALE_WEIGHTS, Advice, advise, in_words
 from .windows import Window
 
 
@@ -193,7 +193,7 @@ def _or_preset(window: Window) -> tuple[str, str]:
     preset = best.settings.get("rollout_correction", "trl")
     if preset == "trl":
         return "", ""
-    where = "" if fresh is None else "for stale weights "
+    where = "" if fresh is None else f"for {STALE_WEIGHTS} "
     return f", or {where}`rollout_correction` to {preset}", f", or {where}set `rollout_correction` to {preset}"
 
 
