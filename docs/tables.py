@@ -41,8 +41,8 @@ IN_SHORT = {
     "close": "Find out [where the gap comes from](#k3_kl-grows).",
     "closer": "[Make the gap smaller](#make-the-gap-smaller).",
     "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss; corrections of this package leave them out.",
-    "correct": "With stale weights, set `rollout_correction` to auto; with fresh ones, set it to trl and "
-    "`vllm_importance_sampling_mode` to token_truncate (RLOO: decoupled_token_is).",
+    "correct": "With stale weights (3 steps old or more), set `rollout_correction` to auto; with fresher ones, set it to "
+    "trl and `vllm_importance_sampling_mode` to token_truncate (RLOO: decoupled_token_is).",
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
     "product of its tokens' ratios.",
     "grown": "",
