@@ -38,11 +38,10 @@ IN_SHORT = {
     "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
     "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
-    "close": "Find out [where the gap comes from](#k3_kl-grows).",
-    "closer": "[Make the gap smaller](#make-the-gap-smaller).",
+    "close": "Find out [where the gap comes from](debugging.md#k3_kl-grows).",
+    "closer": "[Make the gap smaller](debugging.md#make-the-gap-smaller).",
     "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss; corrections of this package leave them out.",
-    "correct": "With stale weights (3 steps old or more), set `rollout_correction` to auto; with fresher ones, set it to "
-    "trl and `vllm_importance_sampling_mode` to token_truncate (RLOO: decoupled_token_is).",
+    "correct": "[Set a correction](#the-correction-to-set) that fits the age of the weights.",
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
     "product of its tokens' ratios.",
     "grown": "",
@@ -95,11 +94,16 @@ def alarms(table: str) -> str:
         return {
             "alarm": f"[`{name}`](#{name})",
             "severity": bound.severity,
-            "limit": f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
+            "limit": "off" if _is_off(bound) else f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
             "steps": f"{bound.patience} in a row" if bound.lasting else f"{most}{_at_once(bound)}",
         }
 
     return completed(table, cells, BOUNDS)
+
+
+def _is_off(bound: Bound) -> bool:
+    """True if no metric can pass the limit: a share is never below 0."""
+    return bound.below and bound.limit == 0
 
 
 def _at_once(bound: Bound) -> str:
@@ -120,7 +124,7 @@ def alarm_record(inside: str) -> str:
         f"dip: {dips}": "dip",
         f"collapse, corrected: {runs['corrected']['collapse']}": "in_time",
         f"collapse, uncorrected: {runs['uncorrected']['collapse']}": "in_time_uncorrected",
-        f"wrong log-probabilities: {sum(runs['faulty'].values())}": "faulty",
+        f"healthy, wrong log-probabilities: {runs['faulty']['healthy']}": "faulty",
     }
     raised = {name: row for name, row in rows.items() if any(row.values())}
     lines = [[f"[`{name}`](#{name})", *(str(row[key]) for key in columns.values())] for name, row in raised.items()]
@@ -130,8 +134,12 @@ def alarm_record(inside: str) -> str:
     healthy += (
         f"{some['ends']} raise one that can end a run. With `rollout_monitor: stop`, {some['stopped_collapses']} of "
     )
-    healthy += f"{some['collapses']} collapses and {some['stopped_others']} other runs would have been ended."
-    below = wrapped(f"In none of these runs: {never}. {healthy}")
+    healthy += f"{some['collapses']} collapses and {some['stopped_others']} other runs end early."
+    shown = (
+        f"The column *dip* includes {runs['faulty']['dip']} runs with wrong log-probabilities. No column shows the "
+    )
+    shown += f"{runs['fresh']['collapse']} collapses with fresh weights."
+    below = wrapped(f"In none of these runs: {never}. {shown} {healthy}")
     return f"{grid(['alarm', *columns], lines)}\n\n{below}"
 
 
@@ -157,7 +165,11 @@ def alarm_sections(inside: str) -> str:
         first = next(other for other in BOUNDS.values() if (other.why, other.advice) == (bound.why, bound.advice))
         again = f"The rest is the same as for [`{first.name}`](#{first.name})."
         rest = f"{bound.why} {bound.advice}" if bound is first else again
-        numbers = {"value": Unknown(), "limit": bound.limit, "side": "below" if bound.below else "above"}
+        numbers = {
+            "value": Unknown(),
+            "limit": Unknown() if _is_off(bound) else bound.limit,
+            "side": "below" if bound.below else "above",
+        }
         quiet = ", ".join(f"`{other}`" for other in BOUNDS if other in SILENCED[bound.name])
         message = " ".join(f"{bound.seen} {rest}".format(**numbers, **IN_SHORT).split())
         text[bound.name] = wrapped(f"{message}{f' Silences {quiet}.' if quiet else ''}", "> ")
@@ -175,7 +187,7 @@ def cause_sections(inside: str) -> str:
 
 def metrics(table: str) -> str:
     def cells(name: str) -> dict[str, str]:
-        raised = [f"[`{bound.name}`](debugging.md#{bound.name})" for bound in BOUNDS.values() if bound.key == name]
+        raised = [f"[`{bound.name}`](alarms.md#{bound.name})" for bound in BOUNDS.values() if bound.key == name]
         return {"healthy": in_words(name), "alarms": ", ".join(raised)}
 
     return completed(table, cells)

@@ -589,7 +589,7 @@ def test_the_document_shows_a_message(observe, caplog):
     early = {**window, "rollout_corr/k3_kl": 0.001, "rollout_corr/kl": 0.001}
     observe(RolloutCorrectionMonitor(), [early, window, window, window])
     (said,) = caplog.messages
-    assert f"<!-- message -->\n\n```text\n{said}\n```\n" in (ROOT / "docs/debugging.md").read_text(), said
+    assert f"<!-- message -->\n\n```text\n{said}\n```\n" in (ROOT / "docs/alarms.md").read_text(), said
 
 
 # Alerts of trackers ---------------------------------------------------------------------------------------------------

@@ -707,7 +707,7 @@ def test_what_messages_say_about_large_gaps_is_what_runs_show(arena):
 
 def test_the_document_has_a_row_about_each_alarm():
     """`test_docs` compares what is in it."""
-    page = (ROOT / "docs/debugging.md").read_text()
+    page = (ROOT / "docs/alarms.md").read_text()
     rows = dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| \w+ \| .* \| (.*) \|$", page, re.MULTILINE))
     assert rows.keys() == BOUNDS.keys()
     assert all(rows.values())  # whether it can be ignored is written by hand

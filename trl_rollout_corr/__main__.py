@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         nargs="*",
-        help="a document such as debugging, a section such as debugging#k3_high, or words",
+        help="a document such as debugging, a section such as alarms#k3_high, or words",
     )
     command.set_defaults(run=_docs, subject="name")
 

@@ -22,7 +22,7 @@ from ...trainers.forward_pass import evaluating
 MOST = 8  # completions
 TOKENS = 4096  # of all of them together, with their prompts
 SPARSE = 32  # pushes between looks, at most
-SEE = "See `trl-rollout-corr docs debugging#two-numbers-of-each-push`."
+SEE = "See `trl-rollout-corr docs causes#two-numbers-of-each-push`."
 
 
 def is_due(push: int) -> bool:

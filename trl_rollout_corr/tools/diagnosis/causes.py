@@ -1,6 +1,6 @@
 """
 The causes that a diagnosis knows, one record each: the test that finds the cause, and the remedy.
-`docs/debugging.md` has them at length.
+`docs/causes.md` has them at length.
 """
 
 from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ class RolloutCorrectionMonitor(Watcher):
     Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
 
     The metrics of a step are examined when the next step ends, or earlier if they are logged. So
-    alarms do not depend on `logging_steps`. `trl-rollout-corr docs debugging` lists the rules. Each
+    alarms do not depend on `logging_steps`. `trl-rollout-corr docs alarms` lists the rules. Each
     alarm is a message of the logger `trl_rollout_corr`: a line with the step, the observation and
     the bound; the first time also the reason and the advice. It is repeated after 10, 20, 40 and so
     on optimizer steps while it lasts. The same goes to W&B and trackio as an alert, if the run
@@ -46,7 +46,7 @@ class RolloutCorrectionMonitor(Watcher):
         action (`str`, *optional*, defaults to `"warn"`):
             `"stop"` saves a checkpoint and ends training once the reward has fallen while an alarm
             about the gap lasts: gradually, after a time without a fall that is twice as long, by
-            more than other prompts explain (`trl-rollout-corr docs debugging`).
+            more than other prompts explain (`trl-rollout-corr docs alarms`).
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 
