@@ -410,38 +410,49 @@ def test_the_folder_of_a_run_leads_to_its_own_dump(make, tmp_path):
     assert [open_dump(tmp_path / name).path.name for name in ("a", "b")] == ["dump", "dump-2"]
 
 
-TRAINING = """
-import sys, time
+# Three processes, which fork when everything is imported, take their folder at the same moment
+TRAININGS = """
+import os, sys, time, traceback
 from pathlib import Path
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr.tools.dump import writing
 
-model, folder, number = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+model, folder = sys.argv[1], Path(sys.argv[2])
 claim = writing.claim
 
-def at_once(*args, **kwargs):
-    (folder / f"ready {number}").touch()
-    while len([*folder.glob("ready *")]) < 3:
-        time.sleep(0.001)
-    return claim(*args, **kwargs)
+def train(number):
+    def at_once(*args, **kwargs):
+        (folder / f"ready {number}").touch()
+        while len([*folder.glob("ready *")]) < 3:
+            time.sleep(0.001)
+        return claim(*args, **kwargs)
 
-writing.claim = at_once
-trainer = build(*TRAINERS["grpo"], model, folder / number, sampler=StaleSampler(model), max_steps=3,
-                rollout_dump_dir=str(folder / "dump"))
-trainer.train()
+    writing.claim = at_once
+    trainer = build(*TRAINERS["grpo"], model, folder / number, sampler=StaleSampler(model), max_steps=3,
+                    rollout_dump_dir=str(folder / "dump"))
+    trainer.train()
+
+children = []
+for number in range(3):
+    child = os.fork()
+    if child == 0:
+        try:
+            train(str(number))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    children.append(child)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 """
 
 
 def test_runs_that_start_at_the_same_moment_do_not_mix(tiny_model_path, tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINING, str(tiny_model_path), str(tmp_path), str(number)],
-            cwd=ROOT, env=clean_environment(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
-        )
-        for number in range(3)
-    ]  # fmt: skip
-    assert [process.wait(400) for process in processes] == [0, 0, 0]
+    command = [sys.executable, "-c", TRAININGS, str(tiny_model_path), str(tmp_path)]
+    environment = clean_environment(OMP_NUM_THREADS="1")
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
     folders = [tmp_path / name for name in ("dump", "dump-2", "dump-3")]
     assert {json.loads((folder / "run.json").read_text())["output_dir"] for folder in folders} == {
         str(tmp_path / str(number)) for number in range(3)
