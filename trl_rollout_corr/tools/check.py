@@ -220,11 +220,6 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
     built again without the setting that the error is about, so that the next error is found.
     """
     import torch
-    from trl import TrlParser
-
-    class Parser(TrlParser):
-        def error(self, message: str) -> NoReturn:  # argparse would leave
-            raise ValueError(message)
 
     # The file may be for a machine with a GPU
     here: dict[str, Any] = {} if torch.accelerator.is_available() else {"use_cpu": True, "tf32": None}
@@ -234,11 +229,7 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
     errors: list[str] = []
     while True:
         try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                parser = Parser((config_class,))
-                parser.set_defaults_with_config(**given)
-                (config,) = parser.parse_args_into_dataclasses([])
+            config, told = _parse(config_class, given)
         except (ArithmeticError, ValueError, TypeError, ImportError, OSError) as error:
             words = [error.field] if isinstance(error, SettingError) else []
             words += re.findall(r"\w+", str(error))
@@ -253,5 +244,21 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
             gone |= parts
             given = {name: value for name, value in given.items() if name not in parts}
         else:
-            told = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-            return (None, errors, []) if errors else (config, [], list(dict.fromkeys(told)))
+            return (None, errors, []) if errors else (config, [], told)
+
+
+def _parse(config_class: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """A configuration as TRL's scripts build it from a file, and the texts of its warnings."""
+    from trl import TrlParser
+
+    class Parser(TrlParser):
+        def error(self, message: str) -> NoReturn:  # argparse would leave
+            raise ValueError(message)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parser = Parser((config_class,))
+        parser.set_defaults_with_config(**given)
+        (config,) = parser.parse_args_into_dataclasses([])
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    return config, list(dict.fromkeys(told))

@@ -45,15 +45,7 @@ def read_run(source: str) -> Run:
 
 
 def _read(path: Path) -> Run:
-    if not path.exists():
-        raise ValueError("no such file or folder")
-    if not path.is_dir() and not path.is_file():
-        raise ValueError("this is neither a file nor a folder")
-    states, folder = states_of(path) if path.is_dir() else [path], find_dump(path) if path.is_dir() else None
-    if path.is_file() and path.suffix != ".json":
-        states, folder = [], path
-    if not states and folder is None:
-        raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a run ({STATE})")
+    states, folder = _parts_of(path)
     dump, settings = None, None
     damage: list[str] = []
     entries: list[dict[str, Any]] = []
@@ -72,9 +64,27 @@ def _read(path: Path) -> Run:
     merged = merge(entries)
     if not merged and dump is None:
         raise ValueError(f"{states[0].name} contains no log entry with a step and metrics")
-    numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in merged]
-    log = pd.DataFrame(numbers).set_index("step") if merged else pd.DataFrame()
-    return Run(merged, log, dump, settings, about, damage)
+    return Run(merged, _table_of(merged), dump, settings, about, damage)
+
+
+def _parts_of(path: Path) -> tuple[list[Path], Path | None]:
+    """States of a trainer, the latest first, and the folder or the file of a dump, that a path names or contains."""
+    if path.is_dir():
+        states, dump = states_of(path), find_dump(path)
+        if not states and dump is None:
+            raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a run ({STATE})")
+        return states, dump
+    if path.is_file():
+        return ([path], None) if path.suffix == ".json" else ([], path)
+    if path.exists():
+        raise ValueError("this is neither a file nor a folder")
+    raise ValueError("no such file or folder")
+
+
+def _table_of(log: list[dict[str, Any]]) -> pd.DataFrame:
+    """The numbers of a log, a row for each step."""
+    numbers = [{key: x for key, x in entry.items() if type(x) in (int, float)} for entry in log]
+    return pd.DataFrame(numbers).set_index("step") if log else pd.DataFrame()
 
 
 def _other_dumps(folder: Path, chosen: Path) -> list[str]:

@@ -130,31 +130,16 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
         if (key := counterpart(name)) and value not in (None, "null", {}, *_AS_TRL.get(key, ()))
     }
     rloo = any(key == "algorithm.adv_estimator" and settings[name] == "rloo" for name, key in known.items())
-    values = {key: settings[name] for name, key in known.items()}
-    diverges = {key: parse_truth(read_value(values.get(key, False), key), key) for key in _DIVERGENCES}
-    trl: dict[str, object] = {"beta": 0} if rloo and not any(diverges.values()) else {}  # TRL's default is above 0
-    if diverges["actor.use_kl_loss"] and not rloo:
-        trl["beta"] = _read("beta", values.get("actor.kl_loss_coef", _COEFFICIENT), "kl_loss_coef")
-    if diverges["algorithm.use_kl_in_reward"] and rloo:
-        coefficient = next(
-            (value for name, value in settings.items() if name.endswith("kl_ctrl.kl_coef")), _COEFFICIENT
-        )
-        trl["beta"] = _read("beta", coefficient, "kl_coef")
-    adaptive = any(name.endswith("kl_ctrl.type") and value == "adaptive" for name, value in settings.items())
-    answered = {*_IN_LOSS} if "beta" in trl else set()
-    if diverges["algorithm.use_kl_in_reward"] and rloo:
-        answered |= {"algorithm.use_kl_in_reward"} if adaptive else {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl"}
+    trl, answered = _divergence(settings, known, rloo)
     left_out: dict[str, list[str]] = {}
     for name, key in known.items():
         value, (field, note) = settings[name], COUNTERPARTS[key]
-        if name.endswith("._target_") or (key == "algorithm.adv_estimator" and value in TRAINERS):
-            continue
-        if key in answered or not diverges.get(key, True):
-            continue
-        if key == "algorithm.kl_ctrl" and not adaptive and not name.endswith(".kl_coef"):
+        is_trainer = key == "algorithm.adv_estimator" and value in TRAINERS
+        if name in answered or is_trainer or name.endswith("._target_"):
             continue
         exact = field and not (rloo and field in _ONLY_GRPO)
-        if not exact or (read := _read(field, value, name)) is None:
+        read = _read(field, value, name) if exact else None
+        if read is None:
             left_out.setdefault(note, []).append(name)
             continue
         if trl.get(field, read) != read:
@@ -164,11 +149,43 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
         trl.setdefault("epsilon_high", 0.2)  # verl's default; TRL's is `epsilon`
     for note, names in left_out.items():
         _warn_about(names, note)
+    _warn_about_unknown(settings)
+    return trl
+
+
+def _divergence(
+    settings: Mapping[str, object], known: Mapping[str, str], rloo: bool
+) -> tuple[dict[str, object], set[str]]:
+    """TRL's `beta` for verl's divergences from a reference model, and the names of the settings that it answers."""
+    values = {key: settings[name] for name, key in known.items()}
+    in_loss, in_reward = (parse_truth(read_value(values.get(key, False), key), key) for key in _DIVERGENCES)
+    of_control = {name.rpartition("kl_ctrl.")[2]: name for name in settings if "kl_ctrl." in name}
+    adaptive = settings.get(of_control.get("type", "")) == "adaptive"
+    trl: dict[str, object] = {}
+    answered: set[str] = set()  # by key
+    if rloo and not (in_loss or in_reward):
+        trl["beta"] = 0  # TRL's default is above 0
+    if in_loss and not rloo:
+        trl["beta"] = _read("beta", values.get("actor.kl_loss_coef", _COEFFICIENT), "kl_loss_coef")
+    if in_reward and rloo:
+        coefficient = settings.get(of_control.get("kl_coef", ""), _COEFFICIENT)
+        trl["beta"] = _read("beta", coefficient, "kl_coef")
+        answered |= {"algorithm.use_kl_in_reward"} if adaptive else {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl"}
+    if "beta" in trl:
+        answered |= {*_IN_LOSS}
+    answered |= {key for key, acts in zip(_DIVERGENCES, (in_loss, in_reward), strict=True) if not acts}
+    names = {name for name, key in known.items() if key in answered}
+    if not adaptive:  # the coefficient alone says something
+        names |= {name for name, key in known.items() if key == "algorithm.kl_ctrl" and not name.endswith(".kl_coef")}
+    return trl, names
+
+
+def _warn_about_unknown(settings: Mapping[str, object]) -> None:
+    """Warn about settings that are not known here: those of the sampler, which change ratios, and all others."""
     unknown = [name for name in settings if counterpart(name) is None and not name.endswith("._target_")]
     of_sampler = [name for name in unknown if _is_of_sampler(name)]
     _warn_about(of_sampler, _OF_SAMPLER)
     _warn_about([name for name in unknown if name not in of_sampler], "not about rollout correction")
-    return trl
 
 
 def _is_of_sampler(name: str) -> bool:

@@ -222,39 +222,45 @@ def _with_older(section: object, others: dict[str, object]) -> tuple[object, dic
     given = {} if section is NOT_SET else section
     if not isinstance(given, Mapping):
         return section, others
-    older: dict[str, object] = {}
-    rest = dict(others)
-    prefixes = ("actor_rollout_ref.", "actor.", "async_training.")
-    for name, value in others.items():
-        key = name
-        for prefix in prefixes:
-            key = key.removeprefix(prefix)
-        if key in _CAPS:
-            del rest[name]
-            cap = read_value(value, name)
-            if cap is not None and parse_number(cap, name) > 0:  # verl's default is -1
-                older |= {"rollout_is": "token", "rollout_is_threshold": value}
-        elif key in ("use_rollout_log_probs", "compute_prox_log_prob"):
-            del rest[name]
-            older[key] = parse_truth(read_value(value, name), name)
-    around_sampler, proximal = (older.pop(key, False) for key in ("use_rollout_log_probs", "compute_prox_log_prob"))
-    if around_sampler and not proximal:
-        older["bypass_mode"] = True
+    older, names = _older_settings(others)
+    rest = {name: value for name, value in others.items() if name not in names}
     if is_first(given) and older:
         raise SettingError(
             "rollout_is", given.get("rollout_is"), "beside newer settings of verl", remedy="Remove one."
         )
+    unset = {key for key in older if given.get(key) in (None, "null", False)}
     for key, value in older.items():
-        if given.get(key) not in (None, value, "null", False) and key != "rollout_is_threshold":
+        if key not in unset and given[key] != value and key != "rollout_is_threshold":
             warn(
                 f"`{key}` is {given[key]!r} in `rollout_correction`, so that {value!r} of an older setting is left out.",
                 key,
             )
-    unset = {key for key in older if given.get(key) in (None, "null", False)}
-    if "rollout_is" in unset and "rollout_is" in older:
+    if "rollout_is" in unset:  # the cap belongs to these weights
         unset.add("rollout_is_threshold")
     added = {key: value for key, value in older.items() if key in unset}
     return ({**given, **added} if added else section), rest
+
+
+def _older_settings(others: Mapping[str, object]) -> tuple[dict[str, object], set[str]]:
+    """The section that verl's older settings stand for, and the names of these settings."""
+    section: dict[str, object] = {}
+    names: set[str] = set()
+    truths = dict.fromkeys(("use_rollout_log_probs", "compute_prox_log_prob"), False)
+    for name, value in others.items():
+        key = name
+        for prefix in ("actor_rollout_ref.", "actor.", "async_training."):
+            key = key.removeprefix(prefix)
+        if key in _CAPS:
+            names.add(name)
+            cap = read_value(value, name)
+            if cap is not None and parse_number(cap, name) > 0:  # verl's default is -1
+                section |= {"rollout_is": "token", "rollout_is_threshold": value}
+        elif key in truths:
+            names.add(name)
+            truths[key] = parse_truth(read_value(value, name), name)
+    if truths["use_rollout_log_probs"] and not truths["compute_prox_log_prob"]:
+        section["bypass_mode"] = True
+    return section, names
 
 
 def with_divergence(fields: dict[str, Any], others: dict[str, object]) -> dict[str, Any]:
