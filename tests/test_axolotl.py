@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -9,10 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 from tests.launching import ROOT, output_of, run
 from tests.tiny import StaleSampler, length_reward, prompts
-from tests.training import assert_trains, config_fields
+from tests.training import VLLM, assert_trains, config_fields, freeze_sampler, logged, losses
 from trl_rollout_corr import RolloutCorrectedGRPOConfig
 from trl_rollout_corr.trainers.mixin import RolloutCorrectionMixin
 
@@ -66,8 +68,8 @@ def recipe() -> dict:
     return yaml.safe_load(RECIPE.read_text())
 
 
-def build(cfg: dict, model: str, folder):
-    """A trainer, as Axolotl builds one from a YAML with a plugin."""
+def build(cfg: dict, model: str, folder, **of_vllm):
+    """A trainer, as Axolotl builds one from a YAML with a plugin. Without `of_vllm`, a function samples instead of vLLM."""
     plugin = named(cfg["plugins"][0])()
     plugin.register(cfg)
     keys = named(plugin.get_input_args())
@@ -75,12 +77,12 @@ def build(cfg: dict, model: str, folder):
     mixins = type("AxolotlTrainingMixins", (AxolotlTrainingMixinsBase, named(plugin.get_training_args_mixin())), {})
     config_class = dataclass(type("AxolotlGRPOConfig", (mixins, GRPOConfig), {"__annotations__": {}}))
     cfg_of_plugin = SimpleNamespace(**{**dict.fromkeys(keys.model_fields), **parsed})
-    fields = {**config_fields(folder), "rollout_monitor": None, "max_steps": 2, "model_type": "qwen2"}
+    fields = {**config_fields(folder), "rollout_monitor": None, "max_steps": 2, "model_type": "qwen2", **of_vllm}
     args = config_class(**{**fields, **plugin.get_training_args(cfg_of_plugin)})
     trainer_class = named(cfg["trainer_cls"])
     assert "tokenizer" not in inspect.signature(trainer_class).parameters
-    data = {"train_dataset": prompts(64), "rollout_func": StaleSampler(model)}
-    return trainer_class(model, length_reward, args=args, **data)
+    rollout_func = None if of_vllm else StaleSampler(model)
+    return trainer_class(model, length_reward, args=args, train_dataset=prompts(64), rollout_func=rollout_func)
 
 
 def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
@@ -100,6 +102,32 @@ def test_a_run_of_axolotl_is_corrected(plugin, tiny_model_path, tmp_path):
     assert not trainer.vllm_importance_sampling_correction
     assert_trains(trainer)
     assert "rollout_corr/rollout_is_mean" in trainer.state.log_history[0]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:A fraction of", "ignore:Every token")
+@pytest.mark.parametrize("correction", ["auto", "trl"])
+def test_a_missing_log_probability_stays_missing(
+    plugin, tiny_model_path, tmp_path, shared_engine, monkeypatch, correction
+):
+    """Axolotl replaces TRL's `extract_logprobs` by one that reads NaN as 0.0, which is a probability of 1."""
+    of_trl = vllm_generation.extract_logprobs
+
+    def of_axolotl(requests):
+        logprobs, token_ids = of_trl(requests)
+        return [[[0.0 if x is None else x for x in row] for row in rows] for rows in logprobs], token_ids
+
+    monkeypatch.setattr(vllm_generation, "extract_logprobs", of_axolotl)
+    cfg = {**recipe(), "rollout_correction": correction, "rollout_monitor": "none"}
+    trainer = build(cfg, tiny_model_path, tmp_path, **VLLM)
+    freeze_sampler(trainer, math.nan)
+    steps = losses(trainer)
+    assert logged(trainer, "nonfinite_fraction") == [1.0, 1.0]
+    assert (
+        vllm_generation.extract_logprobs is of_axolotl
+    )  # what Axolotl set is replaced while our trainer samples only
+    if correction == "auto":  # TRL takes a weight of 1 where none is known
+        assert steps == [(0.0, 0.0)] * 2
 
 
 def test_the_recipe_has_keys_of_the_plugin(plugin):

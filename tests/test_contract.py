@@ -226,6 +226,7 @@ def test_names_of_the_sampler():
         inspect.signature(VLLMGeneration.__init__).parameters
     ) | {"accelerator"}
     assert "logprob_token_ids" in VLLMGeneration.generate.__doc__
+    assert "= extract_logprobs(all_outputs)" in source_of(VLLMGeneration)  # of which the trainer for Axolotl keeps NaN
     assert hasattr(VLLMClient, "get_server_info") or "self.session = " in inspect.getsource(VLLMClient.__init__)
 
 
