@@ -1,1 +1,1 @@
-"""The mathematics: importance weights, rejection, and sums for metrics. Torch alone."""
+"""The mathematics: importance weights, rejection, and sums for metrics. It needs only torch."""

@@ -1,6 +1,6 @@
 """
-Age of the data, and the part of the gap to the sampler that updates of the policy explain. Sums
-until they are logged, as in `metrics.py`. Torch only.
+Age of the data, and the part of the gap to the sampler that updates of the policy explain. All
+values stay sums until they are logged, as in `metrics.py`. Torch only.
 
 The age of a token is the number of optimizer steps between the weights that sampled it and the
 weights that train on it. The age of a completion is the age of its oldest token. In the metrics of
@@ -23,8 +23,7 @@ _GAP = ("tokens", "d", "k3")
 class Staleness(SegmentedSums):
     """
     Sums of ages, of the two parts of the gap to the sampler, and the completions that the
-    asynchronous trainer trained on or that were dropped as too old. A segment that is unknown stays
-    0.
+    asynchronous trainer trained on or dropped as too old. An unknown segment stays 0.
     """
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -52,16 +51,16 @@ class Staleness(SegmentedSums):
 
 def engine_gap(statistics: Statistics) -> Segments:
     """
-    Gap of the old policy to the sampler, which has the same weights: it is due to the two engines.
-    For [`Staleness.of`]. The training policy of `statistics` is the old policy.
+    Gap of the old policy to the sampler, for [`Staleness.of`]. Both hold the same weights, so the
+    gap comes from the two engines. The training policy of `statistics` is the old policy.
     """
     return {"engine": torch.stack([statistics[name] for name in _GAP])}
 
 
 def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
     """
-    Gap of the current policy to the old policy, which is due to the optimizer steps between the
-    two. For [`Staleness.of`]. Log-probabilities, in nats, and mask are of shape `(B, T)`.
+    Gap of the current policy to the old policy, for [`Staleness.of`]. It comes from the optimizer
+    steps between the two. Log-probabilities, in nats, and the mask are of shape `(B, T)`.
     """
     tokens = select_tokens(current_logps, old_logps, mask)
     # d = log pi_current - log pi_old, with the KL estimate k3 = exp(d) - 1 - d
@@ -71,7 +70,7 @@ def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch
 
 
 def count_ages(ages: torch.Tensor) -> Segments:
-    """Number, sum and maximum of the ages of completions, `(B,)` in optimizer steps, NaN if unknown. For [`Staleness.of`]."""
+    """Number, sum and maximum of ages, `(B,)` in optimizer steps or NaN, for [`Staleness.of`]."""
     ages = ages.to(accumulation_dtype(ages.device))
     number_and_sum = torch.stack([ages.isfinite().sum(dtype=ages.dtype), ages.nan_to_num(0.0).sum()])
     return {"age": number_and_sum, "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
@@ -79,8 +78,8 @@ def count_ages(ages: torch.Tensor) -> Segments:
 
 def count_completions(mask: torch.Tensor, n_dropped: int) -> Segments:
     """
-    Number of completions that are trained on, those with a token in the mask, `(B, T)`, and of
-    those that were dropped as too old. For [`Staleness.of`].
+    Number of completions with a token in the mask, `(B, T)`, which are trained on, and number of
+    completions dropped as too old, for [`Staleness.of`].
     """
     trained = (mask != 0).any(1).sum(dtype=accumulation_dtype(mask.device))
     return {"completions": torch.stack([trained, torch.full_like(trained, n_dropped)])}

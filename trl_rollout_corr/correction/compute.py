@@ -39,18 +39,18 @@ class RolloutCorrection:
             Detached importance weights after bounding and batch normalisation, 0 outside the valid
             tokens. `None` without weights.
         keep (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask: valid tokens that every criterion keeps.
+            Boolean mask of the valid tokens that every criterion keeps.
         valid (`torch.Tensor` of shape `(B, T)`):
-            Boolean mask: tokens of the loss whose log-ratio is finite.
+            Boolean mask of the tokens of the loss with a finite log-ratio.
         scale (`torch.Tensor` of shape `()`):
             Factor of `rollout_rs_renormalize`, or 1.
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
         log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
             Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode,
-            which does not need it.
+            where nothing reads it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
-            Sums from which the metrics are made.
+            Sums that the metrics are computed from.
     """
 
     weights: torch.Tensor | None
@@ -64,31 +64,29 @@ class RolloutCorrection:
     @property
     def coefficients(self) -> torch.Tensor:
         """
-        Factors of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without
-        the weights where the mode does not apply them. Computed at each access.
+        Factor of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without the
+        weights where the mode does not apply them. Each access computes it again.
         """
         coefficients = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
         return coefficients if self.weights is None or not self.applies_weights else coefficients.mul_(self.weights)
 
     def adjusted(self, *, keep: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> Self:
         """
-        Copy with a criterion or with weights of your own, for a trainer that overrides
-        `_compute_correction`.
+        Copy with your own criterion or weights, for a trainer that overrides `_compute_correction`.
 
         Args:
             keep (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
                 Boolean mask of the tokens that your criterion keeps. Tokens that the settings
                 reject stay rejected.
             weights (`torch.Tensor` of shape `(B, T)`, *optional*):
-                Weights that replace the weights of the settings.
+                Weights that replace the ones of the settings.
 
         Raises:
-            `ValueError`: if a tensor has another shape.
+            `ValueError`: if the shape of a tensor differs.
 
         Returns:
             [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics
-            with `rollout_is` or
-                `rollout_rs` in their name still describe the settings.
+            with `rollout_is` or `rollout_rs` in their name still describe the settings.
         """
         shape = tuple(self.keep.shape)
         for name, given, allowed in (("keep", keep, (shape, (shape[0], 1))), ("weights", weights, (shape,))):
@@ -126,11 +124,11 @@ def compute_rollout_correction(
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the sampled tokens under the training policy, in nats: the *old*
-            policy in decoupled mode, the *current* one in bypass mode. Gradients are not followed.
+            policy in decoupled mode, the *current* one in bypass mode. They are detached.
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the same tokens under the policy that sampled them, in nats.
         mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss. Log-probabilities elsewhere may hold anything, NaN
+            Non-zero on the tokens of the loss. Elsewhere the log-probabilities may be anything, NaN
             included.
         config ([`RolloutCorrectionConfig`] or [`~trl_rollout_corr.settings.resolve.Settings`]):
             Settings, or the result of resolving them.
@@ -138,20 +136,19 @@ def compute_rollout_correction(
             Advantages, for criteria that depend on their sign, and for the divergence by sign of
             the advantage.
         turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Turn of each token, for weights and criteria of turns: numbers of 0 or more that never
+            Turn of each token, for weights and criteria per turn: numbers of 0 or more that never
             decrease. By default a turn is a run of tokens of the mask.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
-            Returns the sum of a tensor over all ranks. Called once with a tensor of shape `(4,)`,
-            and only if `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole
-            batch. By default the batch at hand is the whole batch.
+            Sums a tensor over all ranks. It is called once, with a tensor of shape `(4,)`, and only
+            if `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By
+            default the batch at hand is the whole batch.
 
     Returns:
-        [`RolloutCorrection`]: detached; gradients are finite for all inputs.
+        [`RolloutCorrection`]: detached from the graph; gradients stay finite for all inputs.
 
     Raises:
         `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the
-        loss is not finite and
-            `rollout_nan_policy` is `"raise"`.
+        loss is not finite and `rollout_nan_policy` is `"raise"`.
 
     Example:
 
@@ -211,7 +208,7 @@ def keep_mask(
     settings: Settings,
     turn_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Boolean mask `(B, T)` of the valid tokens that every criterion keeps. Arguments: [`compute_rollout_correction`]."""
+    """Boolean mask, `(B, T)`, of the valid tokens that every criterion keeps."""
     tokens = _tokens(train_logps, rollout_logps, mask, settings, turn_ids)
     return _keep(tokens, [reject(tokens, criterion) for criterion in settings.criteria]) > 0
 
@@ -239,7 +236,7 @@ def _check_shapes(
 
 
 def _check_finite(statistics: Statistics) -> None:
-    """Refuse log-probabilities that are not finite. Waits for the device, as `rollout_nan_policy='raise'` asks for."""
+    """Refuse log-probabilities that are not finite. This waits for the device."""
     if broken := int(statistics["nonfinite"]):
         raise ValueError(
             f"{broken} of {int(statistics['mask_tokens'])} tokens lack a finite log-probability, and "
@@ -250,7 +247,7 @@ def _check_finite(statistics: Statistics) -> None:
 
 
 def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Settings) -> torch.Tensor | None:
-    """Sign of the advantages, `(B, 1)` or `(B, T)`, if there are any."""
+    """Sign of the advantages, `(B, 1)` or `(B, T)`; `None` without advantages."""
     directed = [f"`rollout_rs` contains {c.name!r}, which depends" for c in settings.criteria if c.directed]
     by_sign = settings.bounding if settings.bounding is not None and settings.bounding.directed else None
     directed += ["`rollout_is_threshold` contains bounds that depend"] if by_sign else []
@@ -293,7 +290,9 @@ def _correct_rows(tokens: Tokens, settings: Settings, direction: torch.Tensor | 
 
 
 def _joined(blocks: Iterable[RolloutCorrection], shape: torch.Size) -> RolloutCorrection:
-    """Join the corrections of blocks of rows into one of all rows, of shape `shape`. A single block is not copied."""
+    """
+    Join corrections of blocks of rows into one of shape `shape`. A single block is not copied.
+    """
     whole: dict[str, Any] = {}
     sums, done = [], 0
     for block in blocks:
@@ -318,7 +317,7 @@ def _keep(tokens: Tokens, rejections: list[Rejection]) -> torch.Tensor:
 
 
 def _batch_totals(statistics: Statistics, settings: Settings) -> torch.Tensor:
-    """`(4,)`: sum and number of the weights, valid tokens, kept tokens. One vector, hence one collective."""
+    """`(4,)`, for one collective: sum and number of the weights, valid tokens, kept tokens."""
     nothing = statistics.vector.new_zeros(())
     weights = [statistics[name] if settings.normalizes else nothing for name in ("is/norm_sum", "is/norm_count")]
     tokens, rejected = statistics["tokens"], statistics["rejected"] if settings.criteria else nothing

@@ -20,36 +20,36 @@ from ..settings.criteria import OF_PROBABILITIES, Bounding, Criterion
 
 Bound = float | torch.Tensor
 
-# exp(20) = 4.9e8: a ratio beyond it says "broken", not "off-policy", and sums of squares still fit
-# in float32. The bound is verl's. verl also raises ratios below exp(-20) to exp(-20); here they
-# keep their value, which is at most 2e-9 away.
+# exp(20) = 4.9e8: a larger ratio means "broken", not "off-policy", and sums of squares still fit in
+# float32. The bound is verl's. verl also raises ratios below exp(-20) to exp(-20); here they keep
+# their value, which is at most 2e-9 away.
 LOG_RATIO_BOUND = 20.0
 
 # A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in
 # float32.
 LARGEST_LOG_RATIO = 1e15
 
-# Powers of e are taken of at most this: sums over a long row of exp(60) still fit in float32.
+# Exponents of e are clamped to this: a long row of exp(60) still adds up within float32.
 LARGEST_POWER = 60.0
 
 # Probabilities are kept this far from 0 and 1 in a divergence of two events.
 SMALLEST_PROBABILITY = 1e-6
 
-# A mean weight below this carries no information to normalise with (every weight was zeroed).
+# Weights with a mean below this are not normalised, because every weight was set to 0.
 MIN_MEAN_WEIGHT = 1e-8
 
-# Rows are worked on in blocks of so many tokens, of which a dozen tensors are alive at a time. On a
-# CPU they stay in its cache; elsewhere a kernel must be worth its launch.
+# Rows are processed in blocks of this many tokens, with a dozen tensors alive at a time. On a CPU a
+# block stays in the cache; elsewhere a kernel must be worth its launch.
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Type to add up a batch in: float32 stops counting at 2^24 tokens, but MPS has nothing wider."""
+    """Type for sums over a batch: float32 stops counting at 2^24 tokens, but MPS lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Tokens(NamedTuple):
-    """The tokens that count, in some rows of a batch. Made by [`select_tokens`]."""
+    """The tokens that count, in some rows of a batch. [`select_tokens`] makes it."""
 
     log_ratio: torch.Tensor  # (B, T): d = log pi_train - log pi_rollout, in nats, 0 where tokens do not count
     train_logps: torch.Tensor  # (B, T): log-probabilities of the training policy, in nats, 0 where tokens do not count
@@ -69,12 +69,12 @@ class Tokens(NamedTuple):
         if unit == "seq" or self.turn is None:
             return of_row
         turns = torch.full_like(x, 0.0 if how == "sum" else -torch.inf).scatter_reduce_(-1, self.turn, x, how)
-        # Of a single turn the sum of the sequence: another order of addition would round it
+        # A single turn takes the sum of the sequence: another order of addition would round
         # differently
         return torch.where(self.turn.amax(-1, keepdim=True) > 0, turns.gather(-1, self.turn), of_row)
 
     def part_of_turn(self) -> torch.Tensor:
-        """`(B, T)`: 1 over the number of tokens of the turn, so that a turn adds up to 1; 0 where a token does not count."""
+        """`(B, T)`: 1 over the number of tokens in the turn; 0 where a token does not count."""
         return self.valid / self.over("turn", self.valid, "sum").clamp(min=1)
 
 
@@ -93,7 +93,7 @@ class Rejection(NamedTuple):
 
 
 def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of a tensor of shape `(B, T)`, each small enough to be worked on at once."""
+    """Slices of the rows of a tensor of shape `(B, T)`, each small enough to process at once."""
     size = _BLOCK_ON_CPU if mask.device.type == "cpu" else _BLOCK_ELSEWHERE
     step = max(size // mask.shape[1], 1)
     for start in range(0, mask.shape[0], step):
@@ -102,10 +102,9 @@ def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
 
 def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Turn of each token of the model, those of `mask`, from 1; all `(B, T)`. A token outside the mask
-    has the turn before it, or
-    0. A change of `turn_ids`, which never decrease, begins a turn; by default a turn is a run of
-       tokens of the model.
+    Turn of each token of the model, from 1; all shapes are `(B, T)`. `mask` marks these tokens. A
+    token outside the mask gets the turn before it, or 0 without one. A change of `turn_ids`, which
+    never decrease, begins a turn; by default a turn is a run of tokens of the model.
     """
     model = mask != 0
     turn_so_far = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
@@ -114,7 +113,7 @@ def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """1 where a mask is not 0, else 0. The bytes of booleans are read as numbers: CPUs convert those six times as fast."""
+    """1 where a mask is not 0, else 0. CPUs convert booleans six times faster if read as bytes."""
     if mask.dtype != torch.bool:
         mask = mask.detach() != 0
     return mask.view(torch.uint8).to(dtype)
@@ -139,9 +138,9 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the tokens that count, in float32 or wider: those of the mask whose log-ratio is finite.
-    Log-probabilities, `(B, T)` in nats, may hold anything elsewhere, NaN included. `neutralize`
-    takes the log-ratio as 0 where only the rollout policy's log-probability is not finite.
+    Select the tokens that count, in float32 or wider: tokens of the mask with a finite log-ratio.
+    Elsewhere the log-probabilities, `(B, T)` in nats, may be anything, NaN included. `neutralize`
+    sets the log-ratio to 0 where only the rollout policy's log-probability is not finite.
     """
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
     train_logps = train_logps.detach().to(dtype)
@@ -192,7 +191,7 @@ def bounds_by_sign(
     bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[Bound | None, Bound]:
     """
-    Lower and upper bound of the importance weights. If they depend on the advantage, they have the
+    Lower and upper bound of the importance weights. Bounds that depend on the advantage take the
     shape of its sign `direction`, `(B, 1)` or `(B, T)`.
     """
     if bounding.positive is None or bounding.lower is None:
@@ -212,8 +211,8 @@ def bound_weights(
 ) -> torch.Tensor:
     """
     Bound importance ratios, `(B, T)` or `(B, 1)`, which count where `counts` is 1. Without `lower`
-    they are truncated: `min(ratio, upper)`. With it they are 0 outside `[lower, upper]`, as in
-    [IcePop](https://ringtech.notion.site/icepop), or with `clamp` moved to the nearest bound.
+    they are truncated: `min(ratio, upper)`. With it they become 0 outside `[lower, upper]`, as in
+    [IcePop](https://ringtech.notion.site/icepop), or the nearest bound with `clamp`.
     """
     if lower is None:
         return ratio.clamp(max=upper)
@@ -255,15 +254,15 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     other. With `p` the probability under the training policy, `q` under the sampler, and `D(a, b) =
     a ln(a / b) + (1 - a) ln((1 - a) / (1 - b))`:
 
-    - `tv = p - q`, the total variation with its sign, and `kl = sign(p - q) D(q, p)`: of
+    - `tv = p - q`, the total variation with its sign, and `kl = sign(p - q) D(q, p)`, from
       [DPPO](https://huggingface.co/papers/2602.04879) (equations 13 and 14 there);
-    - `binary_kl = max(D(p, q), D(q, p))`: KPop, as AReaL has it.
+    - `binary_kl = max(D(p, q), D(q, p))`: KPop, as in AReaL.
 
-    A ratio is noisy where a token is unlikely, and says little where it is likely: from 0.98 to
-    0.90 it moves by 8 percent.
+    A ratio is noisy for an unlikely token and insensitive for a likely one: from 0.98 to 0.90 it
+    moves by 8 percent.
 
-    The divergence, `(B, T)`, is in nats but for `tv`, and 0 where a token does not count.
-    Probabilities are taken within `[1e-6, 1 - 1e-6]`.
+    The divergence, `(B, T)`, is in nats except for `tv`, and 0 where a token does not count.
+    Probabilities are clamped to `[1e-6, 1 - 1e-6]`.
     """
     log_p = tokens.train_logps.clamp(max=0.0)
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
@@ -274,7 +273,7 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
         logps.clamp_(math.log(SMALLEST_PROBABILITY), math.log1p(-SMALLEST_PROBABILITY))
     # ln(p / q) and ln((1 - p) / (1 - q))
     d, of_others = log_p - log_q, torch.log(torch.expm1(log_p) / torch.expm1(log_q))
-    # neither can be negative, but for rounding
+    # neither can be negative except by rounding
     from_sampler = (torch.expm1(log_q) * of_others - log_q.exp() * d).clamp_(min=0.0)  # D(q, p)
     if divergence == "kl":
         return from_sampler.copysign_(d)
@@ -329,9 +328,8 @@ def _reduce(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tenso
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
     Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean,
-    or 1 if it is below 1e-8. `sums`, of shape `(2,)`, are the sum and the number of the weights of
-    the batch of all ranks: of tokens at token level, of turns at turn level, of sequences
-    otherwise.
+    or 1 if it is below 1e-8. `sums`, of shape `(2,)`, are the sum and the number of the weights
+    over all ranks, counted per token, per turn or per sequence as the level says.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
@@ -340,8 +338,7 @@ def mean_weight(sums: torch.Tensor) -> torch.Tensor:
 def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
     Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`,
-    or 1 if nothing is kept. `valid_and_kept`, of shape `(2,)`, are the numbers of these tokens in
-    the batch of all ranks.
+    or 1 if nothing is kept. `valid_and_kept`, of shape `(2,)`, counts these tokens over all ranks.
     """
     valid, n_kept = valid_and_kept
     return torch.where(n_kept > 0, valid / n_kept.clamp(min=1), torch.ones_like(valid))

@@ -1,9 +1,9 @@
 """
 Effect of the correction on groups of tokens: by the sign of the advantage and by turn. Torch only.
 
-As in `metrics.py` all values are sums in one vector until they are logged, so that a share does not
-depend on the split of the batch over ranks, micro-batches or logging steps. The layout is the same
-for every configuration.
+All values are sums in one vector until they are logged, as in `metrics.py`, so that a share does
+not depend on the split of the batch over ranks, micro-batches or logging steps. The layout is the
+same for every configuration.
 """
 
 import math
@@ -16,10 +16,10 @@ from .functional import LARGEST_POWER, accumulation_dtype, as_numbers, k3, row_b
 from .sums import Applied, SegmentedSums
 
 
-# A token of an advantage of 0 has no policy gradient that could be taken away
+# A token with an advantage of 0 gets no policy gradient that a correction could remove
 SIGNS = ("positive", "negative")
-# Turns of an agent: the first, the last of several, and the first two tokens of each turn but the
-# first, which follow the answer of a tool
+# Turns of an agent: the first, the last of several, and the first two tokens of every later turn,
+# which follow the answer of a tool
 TURNS = ("first", "last", "start")
 _BEGINNING = 2
 _MEASURES = ("tokens", "rejected", "removed")
@@ -59,7 +59,7 @@ class Groups(SegmentedSums):
 
 def add_up_groups(
     valid: torch.Tensor,  # (B, T), boolean: the tokens that count
-    keep: torch.Tensor,  # (B, T), boolean: those that no criterion rejects
+    keep: torch.Tensor,  # (B, T), boolean: the tokens that no criterion rejects
     coefficients: torch.Tensor,  # (B, T), factors of the policy gradient
     advantages: torch.Tensor,  # (B,) or (B, T)
     rewards: torch.Tensor,  # (B,), NaN for a completion that was not scored
@@ -68,7 +68,7 @@ def add_up_groups(
 ) -> Groups:
     """
     Add up tokens, rejected tokens and gradient removed by weights, by the sign of the advantage,
-    and the gap by turn. Of a kept token, `max(0, 1 - coefficient)` counts as removed. No host
+    and the gap by turn. A kept token counts `max(0, 1 - coefficient)` as removed. No host
     synchronisation, no collective.
     """
     by_row = _by_row(valid, keep, coefficients)
@@ -85,14 +85,14 @@ def add_up_groups(
         "mean_reward": torch.stack([(of_reward * chosen.unsqueeze(1)).sum(0) for chosen in (~keeps_none, keeps_none)]),
     }
     if turns is not None and log_ratio is not None:
-        # a valid token without a finite log-ratio is one that `rollout_nan_policy` neutralizes
+        # `rollout_nan_policy` neutralizes a valid token without a finite log-ratio
         d = log_ratio.masked_fill(~valid | ~log_ratio.isfinite(), 0.0).clamp(max=LARGEST_POWER)
         segments["turn"] = torch.stack([_by_turn(x.to(lengths.dtype), turns) for x in (valid, k3(d))], 1)
     return Groups.of(segments)
 
 
 def _by_turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Sums of `x`, `(B, T)` and 0 on tokens that do not count, over the parts of `TURNS`, `(3,)`."""
+    """Sums, `(3,)`, over the parts of `TURNS`. `x`, `(B, T)`, is 0 on tokens that do not count."""
     later, last = turns > 1, turns == turns.amax(1, keepdim=True)
     before = torch.nn.functional.pad(turns, (_BEGINNING, 0))[:, : turns.shape[1]]
     return torch.stack([(x * chosen).sum() for chosen in (~later, later & last, later & (turns > before))])
@@ -108,7 +108,9 @@ def _by_row(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor)
 
 
 def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Three tensors, `(B, T)`, each valid until the next: token counts, token is rejected, gradient removed by weights."""
+    """
+    Three `(B, T)`, each valid until the next: counts, is rejected, gradient removed by weights.
+    """
     counts, kept_tokens = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
     yield counts
     yield counts.sub_(kept_tokens)

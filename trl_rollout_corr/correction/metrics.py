@@ -1,9 +1,9 @@
 """
 Metrics as sums on the device, which become numbers when they are logged. Torch only.
 
-A batch is described by one float64 vector of sums, counts and maxima ([`Statistics`]). The host
-waits for the device in [`Statistics.finish`] only. For each subject (the two policies, importance
-weights, rejection), the sums and the metrics made of them stand next to each other.
+One float64 vector of sums, counts and maxima ([`Statistics`]) describes a batch. The host waits for
+the device in [`Statistics.finish`] only. For each subject (the two policies, importance weights,
+rejection), the sums stand next to the metrics computed from them.
 
 Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in
 `docs/metrics.md`.
@@ -42,17 +42,17 @@ class Statistics(Sums):
     criteria: tuple[Criterion, ...] = ()
 
     def fits(self, other: Self) -> bool:
-        """True if both have the same layout, weights and criteria, with the same bounds."""
+        """True if both share the layout, the weights and the criteria, with the same bounds."""
         return super().fits(other) and (self.bounding, self.criteria) == (other.bounding, other.criteria)
 
     def with_sum(self, name: str, value: torch.Tensor) -> Self:
-        """Copy with another value of one sum, which is known only when the whole batch has been seen."""
+        """Copy with another value of one sum, which is known only after the whole batch."""
         vector = self.vector.clone()
         vector[self.sum_names.index(name)] = value
         return replace(self, vector=vector)
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
-        """Metrics of the batch: NaN if it has no valid token, finite otherwise."""
+        """Metrics of the batch: NaN without a valid token, finite otherwise."""
         metrics = _policy_metrics(s)
         if self.bounding is not None:
             metrics |= _weight_metrics(s, self.bounding)
@@ -69,8 +69,8 @@ class Columns:
     def __init__(self, tokens: Tokens) -> None:
         self.dtype = accumulation_dtype(tokens.valid.device)
         self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
-        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token
-        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the others
+        self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token that counts
+        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the other rows
         self.divisors = self.lengths.clamp(min=1)
         self.sums: dict[str, torch.Tensor] = {}
         self.maxima: dict[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class Columns:
         return sum_names, sums.sum(0), max_names, maxima.amax(0)
 
     def _joined(self, columns: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], torch.Tensor]:
-        """Names and columns, `(B, N)`. Columns of a narrower type come first, because they are converted in one operation."""
+        """Names and columns, `(B, N)`, narrower types first, to convert them in one operation."""
         narrow = [name for name, column in columns.items() if column.dtype != self.dtype]
         wide = [name for name in columns if name not in narrow]
         joined = [torch.cat([columns[name] for name in names], 1).to(self.dtype) for names in (narrow, wide) if names]
@@ -105,13 +105,13 @@ class Columns:
 
 
 def row_squares(x: torch.Tensor) -> torch.Tensor:
-    """`(B, 1)`: squares added up over each row, without a tensor of them."""
+    """`(B, 1)`: squares added up over each row, without storing the squares."""
     norms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norms.square_()
 
 
 class Weights(NamedTuple):
-    """Importance weights of some rows. `ratio` and `bounded` are `(B, T)` at token and turn level, otherwise `(B, 1)`."""
+    """Importance weights of some rows: `(B, T)` at token and turn level, otherwise `(B, 1)`."""
 
     bounding: Bounding
     lower: Bound | None  # `None` for truncation; a tensor if the bounds depend on the sign of the advantage
@@ -251,7 +251,7 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
 
 
 def _weight(bounding: Bounding, log_ratio: float) -> float:
-    """`min(max(exp(d), lower), upper)`: weight of a token whose log-ratio is `d`, if [`Bounding.grows`]. NaN of NaN."""
+    """`min(max(exp(d), lower), upper)`: weight of a token with log-ratio `d`; NaN stays NaN."""
     ratio = math.exp(min(log_ratio, LOG_RATIO_BOUND)) if math.isfinite(log_ratio) else math.nan
     return min(max(ratio, bounding.lower or 0.0), bounding.upper)
 

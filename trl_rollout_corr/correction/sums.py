@@ -1,8 +1,8 @@
 """
 Named sums in one vector. Torch only.
 
-Vectors of two micro-batches, two logging steps or two ranks combine by adding the sums and taking
-the larger maxima. So a metric does not depend on the split of the data.
+To combine two micro-batches, logging steps or ranks, sums are added and the larger maxima taken. So
+a metric does not depend on the split of the data.
 """
 
 import math
@@ -17,7 +17,7 @@ from ..messages import PREFIX
 
 
 class Applied(NamedTuple):
-    """Parts of the correction that a run has. Metrics of the others are left out."""
+    """Parts of the correction in use. Metrics of the other parts are left out."""
 
     rejects: bool = True  # criteria reject tokens
     weighs: bool = True  # importance weights multiply the policy gradient
@@ -32,13 +32,13 @@ class Sums:
     vector: torch.Tensor  # (N,): the sums and the maxima
 
     def combine(self, vectors: torch.Tensor) -> Self:
-        """Combine vectors of the layout of `self`, `(K, N)`, for instance one per rank. The values of `self` do not count."""
+        """Combine vectors of this layout, `(K, N)`, such as one per rank, without this one."""
         n_additive = vectors.shape[1] - len(self.max_names)
         combined = torch.cat([vectors[:, :n_additive].sum(0), vectors[:, n_additive:].amax(0)])
         return replace(self, vector=combined)
 
     def fits(self, other: Self) -> bool:
-        """True if both have the same layout."""
+        """True if both share the layout."""
         return (self.sum_names, self.max_names) == (other.sum_names, other.max_names)
 
     def __add__(self, other: Self) -> Self:
@@ -57,7 +57,7 @@ class Sums:
         return dict(zip(self.sum_names, values, strict=False)) | dict(zip(self.max_names, maxima, strict=True))
 
     def finish(self, **applied: bool) -> dict[str, float]:
-        """Metrics by key (`rollout_corr/...`). Waits for the device. The arguments are the fields of [`Applied`]."""
+        """Metrics by key, given the fields of [`Applied`]. Waits for the device."""
         metrics = self._metrics(self.by_name(), Applied(**applied))
         return {PREFIX + key: value for key, value in metrics.items()}
 
@@ -78,7 +78,7 @@ class SegmentedSums(Sums):
 
     @classmethod
     def of(cls, segments: Segments) -> Self:
-        """Vector with the values of some segments and maxima, at least of one. All other sums are 0."""
+        """Vector with the values of at least one segment or maximum. All other sums are 0."""
         nothing = next(iter(segments.values())).new_zeros(())
         parts = [
             segments[name].flatten() if name in segments else nothing.expand(len(names))
@@ -92,12 +92,12 @@ class SegmentedSums(Sums):
 
 
 def divide(total: float, count: float) -> float:
-    """A mean; NaN of nothing."""
+    """A mean; NaN for a count of 0."""
     return total / count if count else math.nan
 
 
 def maximum(value: float) -> float:
-    """A maximum; NaN of nothing."""
+    """A maximum; NaN without a value."""
     return value if math.isfinite(value) else math.nan
 
 
