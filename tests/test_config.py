@@ -238,15 +238,39 @@ def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
         ({}, "trl"),
         ({"rollout_nan_policy": "raise"}, "trl"),
         ({"rollout_diagnose": True}, "trl"),
-        ({"rollout_is_threshold": 3.0}, "auto"),
         ({"rollout_metrics_only": True}, "auto"),
     ],
 )
-def test_the_default_is_the_loss_of_trl_and_a_changed_field_is_one_of_auto(other, preset):
+def test_the_default_is_the_loss_of_trl_and_what_is_only_measured_is_auto(other, preset):
     for build in (RolloutCorrectionConfig, grpo):
         assert build(**other).settings == build(rollout_correction=preset, **other).settings
         assert build(**other).settings.rollout_correction == preset
         assert build(**other).rollout_correction == "default"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rollout_is_threshold": 3.0},
+        {"rollout_is_clamp": True},
+        {"rollout_is_batch_normalize": True},
+        {"rollout_rs_threshold": 2.0},
+        {"rollout_rs_renormalize": True},
+        {"rollout_rs_exclude_from_baseline": True},
+        {"rollout_loss_type": "reinforce"},
+    ],
+    ids=str,
+)
+def test_a_field_that_belongs_to_no_correction_is_refused(field):
+    """It would be guessed which one is meant. Named, or with weights or a mode, it is clear."""
+    ((name, _),) = field.items()
+    for build in (RolloutCorrectionConfig, grpo):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` is .*, but no correction is named.* `rollout_correction` to auto"
+        ):
+            build(**field)
+        with pytest.raises(ValueError, match=f"`{name}` is .*, but `rollout_correction: trl` keeps the loss of TRL"):
+            build(rollout_correction="trl", **field)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +451,7 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
             "`rollout_rs_exclude_from_baseline` is True, but `bypass_mode`",
         ),
         (
-            {"rollout_rs_exclude_from_baseline": True},
+            {"rollout_correction": "auto", "rollout_rs_exclude_from_baseline": True},
             "is True, but 'token_tv' in `rollout_rs` depends on the advantages",
         ),
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn, stop or None, got 'shout'"),
@@ -486,7 +510,6 @@ def test_fields_without_effect_are_warned_about_once(build, idle, reason):
             {"rollout_correction": "auto", "bypass_mode": True},
             "`bypass_mode` .* does not go with 'auto': its importance",
         ),
-        ({"bypass_mode": True}, "`bypass_mode` .* does not go with 'auto': its importance weights are only reported"),
         (
             {"rollout_correction": "auto", "rollout_is": "sequence"},
             "`rollout_is` is 'sequence', but the bounds .* 'auto'",
@@ -649,7 +672,7 @@ def test_command_line(parser):
     assert parse(*weights, "--rollout_is_threshold", "1", "5").rollout_is_threshold == [1.0, 5.0]
     assert parse("--rollout_correction", "bypass_ppo_clip", "--bypass_mode", "false").bypass_mode is False
     assert parse("--bypass_mode", "--rollout_loss_type", "reinforce").mode == "reinforce"
-    assert parse("--rollout_is_clamp", "true").rollout_is_clamp is True
+    assert parse("--rollout_correction", "auto", "--rollout_is_clamp", "true").rollout_is_clamp is True
     for criteria in (["token_k1", "seq_max_k2"], ["token_k1,seq_max_k2"]):
         for bounds in (["0.6_1.6,2.5"], ["[[0.6, 1.6], 2.5]"], ["0.6_1.6", "2.5"]):
             found = parse("--rollout_rs", *criteria, "--rollout_rs_threshold", *bounds)
@@ -763,9 +786,10 @@ def test_what_cannot_be_meant_is_refused(name):
         RolloutCorrectionConfig(**fields)
 
 
+AUTO = {"rollout_correction": "auto"}
 HARDLY_MEANT = {
     "a weight of 2000": ({"rollout_is": "token", "rollout_is_threshold": 2000}, r"`rollout_is_threshold` allows weights up"),
-    "a weight by sign": ({"rollout_is_threshold": [[0, 500], [1, 1]]}, r"allows weights up to 500"),
+    "a weight by sign": ({**AUTO, "rollout_is_threshold": [[0, 500], [1, 1]]}, r"allows weights up to 500"),
     "a mean k3 of 5": ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 5}, r"`seq_mean_k3` is 5.0: .* about 0.001"),
     "a veto on a mean": ({"rollout_rs": "turn_mean_k1", "rollout_rs_threshold": [[1e-4, math.inf]]}, r"take `turn_max_k1`"),
     "no bound": ({"rollout_rs": "token_k1", "rollout_rs_threshold": math.inf}, r"so that nothing is rejected"),

@@ -33,9 +33,9 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given with it override it. By default `trl`; but if
-            `rollout_is` or `rollout_rs` is given, only what is given is done. `"trl"` keeps the
-            loss of TRL with its own correction.
+            Name of a preset, or `None`; fields given with it override it. By default `trl`, which
+            keeps the loss of TRL with its own correction; but if `rollout_is`, `rollout_rs` or
+            `bypass_mode` is given, only what is given is done.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric
             (their mean), or `None`.
@@ -213,7 +213,11 @@ def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
         reason = (
             "but `rollout_correction: trl` keeps the loss of TRL, whose fields `vllm_importance_sampling_*` decide"
         )
-        raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy="Remove one of the two.")
+        remedy = "Remove one of the two."
+        if "rollout_correction" not in given:
+            reason = "but no correction is named that it belongs to"
+            remedy = "Set `rollout_correction` to auto (for stale weights) or to another preset, or set `rollout_is`."
+        raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy=remedy)
     if not settings.rollout_rs_exclude_from_baseline:
         return
     reason, remedy = "", "Set `rollout_rs_exclude_from_baseline` to False, or `bypass_mode` to False."

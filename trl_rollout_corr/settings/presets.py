@@ -100,17 +100,10 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
 
 PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
 
-# The preset of a run that sets no field of the correction: TRL's loss, which harms nobody
+# The preset of a run that names no correction: TRL's loss, which harms nobody
 DEFAULT = "trl"
-# The preset that such fields change, if neither a preset nor weights nor rejection are given
+# The preset that such a run measures with `rollout_metrics_only`
 CORRECTION = "auto"
-# Fields of the correction that no preset decides
-BESIDE_PRESETS = (
-    "rollout_is_batch_normalize",
-    "rollout_rs_renormalize",
-    "rollout_rs_exclude_from_baseline",
-    "rollout_metrics_only",
-)
 
 # Without a preset: no correction
 _OFF: dict[str, Any] = {

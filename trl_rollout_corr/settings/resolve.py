@@ -1,7 +1,7 @@
 """Settings in effect: the fields of a configuration, with a value for each field that its preset decides. No torch here."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
 from .fields import PARSERS, MonitorAction
-from .presets import BESIDE_PRESETS, CORRECTION, DEFAULT, UNSET, settings_of
+from .presets import CORRECTION, DEFAULT, UNSET, settings_of
 from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
 
 
@@ -133,13 +133,15 @@ class Settings:
 def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
     Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset; for
-    `"trl"`, `of_trl()` has it. The preset `"default"` is `trl` if no field of the correction is
-    given, none if weights or rejection are given, and `auto` otherwise.
+    `"trl"`, `of_trl()` has it. The preset `"default"` is none if weights, rejection or a mode are
+    given, and `trl` otherwise. What is only measured is `auto`, unless it is named.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]
     if preset == "default":
-        preset = _unnamed(own.keys(), any(fields[name] for name in BESIDE_PRESETS))
+        alone = own.keys() & {"rollout_is", "rollout_rs", "bypass_mode"}
+        measured = CORRECTION if fields["rollout_metrics_only"] else DEFAULT
+        preset = None if alone else measured
     of_preset = {**settings_of(preset), **(of_trl() if preset == "trl" else {})}
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
@@ -155,13 +157,6 @@ def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) 
         remedy = "Set `rollout_is_clamp` to True, or wider bounds."
         raise SettingError("rollout_is_threshold", bounds, reason, remedy=remedy)
     return Settings(**values)
-
-
-def _unnamed(own: Collection[str], others: bool) -> str | None:
-    """The preset of a run that names none, of the fields that it sets: those that presets decide, and `others`."""
-    if "rollout_is" in own or "rollout_rs" in own:
-        return None
-    return CORRECTION if own or others else DEFAULT
 
 
 def _criterion(name: str, bounds: Any) -> Criterion:
