@@ -81,7 +81,7 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
         _, args, model_args = parse(recipe, *on_a_cpu(tmp_path))
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
     assert said == []
-    assert args.settings.corrects or "metrics_only" in recipe or recipe in FRESH
+    assert args.settings.corrects or "measure" in recipe or recipe in FRESH
     assert "/" in model_args.model_name_or_path
     assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)
