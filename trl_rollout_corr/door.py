@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 
-# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch:
-# all are a `~trl_rollout_corr.trainers.watcher.Watcher`
+# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch.
+# Each is a `~trl_rollout_corr.trainers.watcher.Watcher`
 WATCHERS = {
     "rollout_monitor": "tools.monitor.callback:RolloutCorrectionMonitor",
     "rollout_diagnose": "tools.diagnosis.first_step:FirstStepDiagnosis",
@@ -29,6 +29,6 @@ OTHERS = {
 
 
 def tool(name: str) -> Any:
-    """The tool of a name, which is imported now."""
+    """The tool with this name, imported now."""
     module, attribute = {**WATCHERS, **OTHERS}[name].split(":")
     return getattr(import_module(f"trl_rollout_corr.{module}"), attribute)

@@ -14,26 +14,26 @@ __version__ = "0.1.0"
 # First part of every metric key
 PREFIX = "rollout_corr/"
 
-# Messages during a run. Without a handler of the user's, Python writes them unchanged to standard
+# Messages during a run. Unless the user adds a handler, Python writes them unchanged to standard
 # error.
 logger = logging.getLogger("trl_rollout_corr")
 
 
 class SelfContainedError(ValueError):
-    """An error whose message names the file, for commands that read several files."""
+    """An error that names the file in its message, for commands that read several files."""
 
 
 class SettingError(ValueError):
     """
     An error about the value of one setting. With `allowed`, such as "above 1", the message begins
-    "`field` must be above 1, got 0.5", otherwise "`field` is 0.5". `part` is the part of the
-    setting that the value is for, such as "for `token_k1`".
+    "`field` must be above 1, got 0.5", otherwise "`field` is 0.5". `part` says which part of the
+    setting the value is for, such as "for `token_k1`".
     """
 
     def __init__(
         self, field: str, value: object, reason: str = "", allowed: str = "", remedy: str = "", part: str = ""
     ) -> None:
-        super().__init__(field, value, reason, allowed, remedy, part)  # all of them, for pickle
+        super().__init__(field, value, reason, allowed, remedy, part)  # pickle needs all arguments
         self.field, self.value, self.reason = field, value, reason
         self.allowed, self.remedy, self.part = allowed, remedy, part
 
@@ -77,7 +77,7 @@ def notify(message: str, *, error: bool = False) -> None:
 
 
 def capitalized(text: str) -> str:
-    """The text as the beginning of a sentence."""
+    """The text with a capital first letter, to begin a sentence."""
     return text[:1].upper() + text[1:]
 
 
@@ -92,9 +92,10 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 def plain(value: Any) -> Any:
     """
-    A value of any type, in types that JSON has: no setting and no logged value may end a run.
+    A value in types of JSON, whatever its type, because no setting and no logged value may end a
+    run.
 
-    Numbers of numpy and torch become Python's, a `torch.dtype` its name as configurations have it
+    Numbers of numpy and torch become Python's, a `torch.dtype` becomes its name in configurations
     (`"float16"`), and everything else its text.
     """
     if isinstance(value, Enum):

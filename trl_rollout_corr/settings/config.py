@@ -1,4 +1,4 @@
-"""The configuration: flat fields, which keep what the user gave. Neither TRL nor torch here."""
+"""The configuration: flat fields, which keep what the user gave. It needs neither TRL nor torch."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,7 @@ from .presets import UNSET, settings_of
 from .resolve import Settings, in_words, resolve
 
 
-# On a command line: several values, and a truth value whose name alone means true
+# On a command line: several values, and a flag that is true if only named
 _SEVERAL, _FLAG = {"nargs": "+"}, {"nargs": "?", "const": True}
 
 
@@ -28,8 +28,8 @@ class RolloutCorrectionConfig:
 
     All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a
     command line. Thresholds are numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is
-    parsed too. A field that the preset decides has a default that means "as the preset says". The
-    fields keep what the user gave; `settings` has the values in effect.
+    parsed too. The default of a field that the preset decides means "as the preset says". The
+    fields keep what the user gave; `settings` gives the values in effect.
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
@@ -125,7 +125,7 @@ class RolloutCorrectionConfig:
     rollout_dump_worst: int = 8
     rollout_dump_max_gb: float = 1.0
 
-    _checks_of_trainer: ClassVar[Sequence[Callable[[Any, Settings], None]]] = ()  # which need TRL's fields
+    _checks_of_trainer: ClassVar[Sequence[Callable[[Any, Settings], None]]] = ()  # these need TRL's fields
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Python's own error for an unknown argument does not suggest a name
@@ -172,7 +172,7 @@ class RolloutCorrectionConfig:
 
     def check(self) -> Settings:
         """
-        Check all fields, also those that were assigned since. A trainer does so when it is built.
+        Check all fields, also the ones assigned since. A trainer does so when it is built.
 
         Returns:
             [`~trl_rollout_corr.settings.resolve.Settings`]: the settings in effect.
@@ -205,7 +205,7 @@ _show_help()
 
 
 def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
-    """Refuse a correction beside TRL's own, and a baseline without rejected completions where they are not known in time."""
+    """Refuse fields next to TRL's own correction, and a baseline that rejection misses."""
     own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
     if settings.bounding is not None:  # TRL's weights would still act
         own.add("rollout_metrics_only")
@@ -243,7 +243,7 @@ def _idle(settings: Settings) -> dict[str, str]:
 
     if settings.rollout_is is None:
         idle("`rollout_is` is None", "rollout_is_batch_normalize")
-        if settings.rollout_is_threshold != 2.0:  # which verl's files have next to null
+        if settings.rollout_is_threshold != 2.0:  # verl's files write it next to null
             idle("`rollout_is` is None", "rollout_is_threshold")
         if settings.rollout_is_clamp:
             idle("`rollout_is` is None", "rollout_is_clamp")
@@ -277,7 +277,7 @@ def _idle(settings: Settings) -> dict[str, str]:
 
 
 def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
-    """Warn about fields beside a preset that was not made for them."""
+    """Warn about fields on top of a preset that was not made for them."""
     name, preset = settings.rollout_correction, settings_of(settings.rollout_correction)
     if name == "disabled" and settings.corrects:
         acting = next(n for n in ("rollout_is", "rollout_rs", "bypass_mode") if getattr(settings, n))

@@ -1,4 +1,4 @@
-"""Levels and bounds of the importance weights, and rejection criteria. No torch here."""
+"""Levels and bounds of the importance weights, and rejection criteria. It imports no torch."""
 
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -20,8 +20,8 @@ if not TYPE_CHECKING:  # for editors and type checkers only: for a `Literal`, ar
     Level = CriterionName = str
 
 SCOPES = ("token", "turn_sum", "turn_mean", "turn_max", "seq_sum", "seq_mean", "seq_max")
-# Divergences of the probabilities of a token instead of their ratio. For tokens, the first two
-# depend on the sign of the advantage.
+# Divergences between the two probabilities of a token instead of their ratio. At token level, the
+# first two depend on the sign of the advantage.
 DIRECTED, OF_PROBABILITIES = ("tv", "kl"), ("tv", "kl", "binary_kl")
 # Names of criteria in verl's first pull request about rejection, and today's names
 FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -46,12 +46,12 @@ class Criterion(NamedTuple):
 
     @property
     def signed(self) -> bool:
-        """`True` if the statistic may be negative, and so has a lower bound."""
+        """`True` if the statistic may be negative, and so may be bounded from below."""
         return self.divergence == "k1" or self.directed
 
     @property
     def directed(self) -> bool:
-        """`True` if the rule rejects only tokens that the update would push further in the direction they already moved."""
+        """`True` if the rule rejects only tokens that an update would move further away."""
         return self.scope == "token" and self.divergence in DIRECTED
 
     @property
@@ -68,11 +68,11 @@ class Bounding(NamedTuple):
     upper: float
     clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
     normalized: bool  # whether the weights are divided by their mean afterwards
-    positive: tuple[float, float] | None = None  # bounds for positive advantages, if they have bounds of their own
+    positive: tuple[float, float] | None = None  # bounds for positive advantages, if they differ
 
     @property
     def unit(self) -> str:
-        """What has a weight: `"token"`, `"turn"` or `"seq"`."""
+        """What gets one weight: `"token"`, `"turn"` or `"seq"`."""
         return self.level if self.level in ("token", "turn") else "seq"
 
     @property
@@ -82,7 +82,7 @@ class Bounding(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """`True` if the weight of a token never decreases as its log-ratio grows, so that the extremes of both agree."""
+        """`True` if the weight of a token never decreases as its log-ratio grows."""
         return self.level == "token" and not self.drops and not self.directed
 
     @property

@@ -1,4 +1,4 @@
-"""Choices and parsers of the fields of a configuration. Neither TRL nor torch here."""
+"""Choices and parsers of the fields of a configuration. It needs neither TRL nor torch."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _COMMON = (
     "`trl-rollout-corr docs presets#presets` has all."
 )
 _OFF = ("none", "null", "false", "off", "no")
-_LARGEST = 1e300  # so that it is a float as bytes, too
+_LARGEST = 1e300  # still a float after conversion to bytes
 
 
 def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
@@ -102,7 +102,7 @@ def _clip_ratio(value: object) -> float:
 
 
 def _engine_kwargs(value: object) -> dict[str, Any]:
-    if isinstance(value, str):  # of a command line, in JSON or YAML
+    if isinstance(value, str):  # from a command line, in JSON or YAML
         with suppress(yaml.YAMLError):
             value = yaml.safe_load(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -112,7 +112,7 @@ def _engine_kwargs(value: object) -> dict[str, Any]:
 
 
 def _bounds(value: object) -> Any:
-    """Other limits of the monitor, whose names the monitor knows."""
+    """Other limits of the monitor; it checks their names itself."""
     value = none_if_null(value)
     return None if value is None else tool("bounds of the monitor")(value) or None
 

@@ -14,9 +14,9 @@ DEFAULTS_OF_TRL: dict[str, Any] = {f"{_TRL}{name}": value for name, value in _DE
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields for TRL's `vllm_importance_sampling_*` settings of `GRPOConfig`; missing ones have TRL's defaults."""
+    """Fields for `vllm_importance_sampling_*` of `GRPOConfig`; missing ones take TRL's defaults."""
     # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL
-    # takes the ratio of a token without a log-probability as 1, hence `rollout_nan_policy`.
+    # sets the ratio of a token without a log-probability to 1, hence `rollout_nan_policy`.
     settings = {**DEFAULTS_OF_TRL, **given}
     if not settings[f"{_TRL}correction"]:
         return {"rollout_correction": "disabled"}
@@ -40,5 +40,5 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_to_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL's `vllm_importance_sampling_*` settings among others, without the ones that have TRL's default."""
+    """The `vllm_importance_sampling_*` settings among `settings` that differ from TRL's default."""
     return {name: settings[name] for name, value in DEFAULTS_OF_TRL.items() if settings.get(name, value) != value}

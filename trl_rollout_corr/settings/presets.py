@@ -1,5 +1,5 @@
 """
-Presets, as data: a name, its weights, and what else it does.
+Presets as data: a name, its weights, and its other settings.
 
 First table: presets of verl 0.9.1. Second table: later methods.
 """
@@ -53,29 +53,29 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # Trust regions on probabilities instead of ratios, and settings that two labs trained with.
-# Thresholds are as published, but not those of `auto`.
+# Thresholds are as published, except in `auto`.
 LATER_PRESETS: dict[str, dict[str, Any]] = {
-    # DPPO (https://huggingface.co/papers/2602.04879): bounds of SkyRL and verl, whose ratio is
-    # truncated at 20.
+    # DPPO (https://huggingface.co/papers/2602.04879), with the bounds of SkyRL and verl, which
+    # truncate the ratio at 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
-    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens have no
-    # bound.
+    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens are
+    # unbounded.
     "decoupled_kpop": {
         "rollout_is": "token",
         "rollout_is_threshold": float("inf"),
         "rollout_rs": ["token_binary_kl"],
         "rollout_rs_threshold": [0.1],
     },
-    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and no rollout with a token of
-    # a ratio below 1e-5.
+    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and rejection of completions
+    # with a token ratio below 1e-5.
     "decoupled_intellect3": {
         **_TOKEN_ICEPOP,
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
-    # FlashREINFORCE, as OpenRLHF 0.11.2, slime and miles have it: no completion with a mean binary
-    # KL above 0.003.
+    # FlashREINFORCE, as in OpenRLHF 0.11.2, slime and miles: it rejects completions with a mean
+    # binary KL above 0.003.
     "bypass_flash_reinforce": {**_DPPO, "rollout_rs": ["seq_mean_binary_kl"], "rollout_rs_threshold": [0.003]},
     # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see
     # `of_trl`.
@@ -83,16 +83,16 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
         # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per
-        # sequence: 1 where the advantage is positive, else the ratio. The ratio of a bad token that
-        # the trainer has come to like is the force that takes it back. A cap of 1 removes this
-        # force; the cap of 3, that of PPO's dual clip, only limits noise.
+        # sequence: 1 where the advantage is positive, else the ratio. Where the advantage is
+        # negative, a ratio above 1 is what pulls back a token that became more likely. A cap of 1
+        # removes this pull; the cap of 3, as in PPO's dual clip, only limits noise.
         "rollout_is": "token",
         "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
-        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that has changed by
-        # more than 0.2 is not pushed further. With 0.1, formats are learned later. A probability
-        # may be pushed back, so a floor removes rewarded garbage: tokens that the sampler was sure
-        # of, and that the trainer finds a thousand times less likely.
+        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that moved by more
+        # than 0.2 is not pushed further. With 0.1, formats are learned later. It may be pushed
+        # back, so a lower bound rejects rewarded corrupted tokens: the sampler was sure of them,
+        # and their trainer probability is a thousand times lower.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
     },
@@ -100,7 +100,7 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
 
 PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
 
-# The preset of a run that names no correction: TRL's loss, which harms nobody
+# The preset of a run that names no correction: TRL's loss, so nothing changes
 DEFAULT = "trl"
 # The preset that such a run measures with `rollout_metrics_only`
 CORRECTION = "auto"

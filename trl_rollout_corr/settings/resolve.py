@@ -1,4 +1,4 @@
-"""Settings in effect: the fields of a configuration, with a value for each field that its preset decides. No torch here."""
+"""Settings in effect: fields of a configuration, with the preset's values filled in. No torch."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings in effect: the fields of [`RolloutCorrectionConfig`], parsed, and none of them left to a preset."""
+    """Settings in effect: all fields of [`RolloutCorrectionConfig`], parsed and with a value."""
 
-    # Preset of the fields that the user has not given; None for no correction
+    # Preset of the fields that the user did not give; None for no correction
     rollout_correction: str | None = field(compare=False)
     rollout_is: str | None
     rollout_is_threshold: WeightBounds
@@ -47,8 +47,8 @@ class Settings:
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Settings":
         """
-        Settings that a run has written, by name of their field. They are in effect already, so no
-        preset decides any of them again. A `ValueError` if a value is none that a run writes.
+        Settings that a run wrote, by name of their field. They are in effect already, so no preset
+        decides any of them again. A `ValueError` if no run writes such a value.
         """
         values = {name: parse(written[name]) for name, parse in PARSERS.items()}
         if values["rollout_rs"]:
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def mode(self) -> str:
-        """`"decoupled"`; or the loss of bypass mode, `"ppo_clip"` or `"reinforce"`."""
+        """`"decoupled"`, or the loss of bypass mode: `"ppo_clip"` or `"reinforce"`."""
         return self.rollout_loss_type if self.bypass_mode else "decoupled"
 
     @cached_property
@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Names of the fields that the user has set beside the preset, and that would act beside another one as well."""
+        """Names of the fields by which the user overrides the preset, and would any other one."""
         of_preset = {} if self.by_trl else settings_of(self.rollout_correction)
         changed = [name for name, value in of_preset.items() if getattr(self, name) != value]
         return (*changed, *(["rollout_metrics_only"] if self.rollout_metrics_only else []))
@@ -111,12 +111,14 @@ class Settings:
 
     @property
     def applies_weights(self) -> bool:
-        """`True` if the importance weights multiply the policy gradient. PPO around the sampler has no place for them."""
+        """
+        `True` if importance weights multiply the gradient, which they do not with `"ppo_clip"`.
+        """
         return self.bounding is not None and not self.clips_around_sampler
 
     @property
     def uses_turns(self) -> bool:
-        """`True` if weights or criteria are of turns."""
+        """`True` if weights or criteria act on turns."""
         return self.rollout_is == "turn" or any(criterion.unit == "turn" for criterion in self.criteria)
 
     @property
@@ -132,9 +134,9 @@ class Settings:
 
 def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
-    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset; for
-    `"trl"`, `of_trl()` has it. The preset `"default"` is none if weights, rejection or a mode are
-    given, and `trl` otherwise. What is only measured is `auto`, unless it is named.
+    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset,
+    which for `"trl"` comes from `of_trl()`. The preset `"default"` is none if weights, rejection or
+    a mode are given, `auto` with `rollout_metrics_only` alone, and `trl` otherwise.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]
@@ -146,7 +148,7 @@ def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) 
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
     values: dict[str, Any] = {**fields, **of_preset, **own, "rollout_correction": preset}
-    if fields["rollout_nan_policy"] != "drop":  # TRL takes the ratio of a token without a log-probability as 1
+    if fields["rollout_nan_policy"] != "drop":  # TRL sets the ratio of a token without a log-probability to 1
         values["rollout_nan_policy"] = fields["rollout_nan_policy"]
     thresholds, names = values["rollout_rs_threshold"], values["rollout_rs"]
     values["rollout_rs_threshold"] = parse_rejection_thresholds(thresholds, names) if names else thresholds
@@ -160,7 +162,7 @@ def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) 
 
 
 def _criterion(name: str, bounds: Any) -> Criterion:
-    """Criterion of a name. Bounds on the ratio become bounds on `k1 = -log ratio`."""
+    """Criterion with this name. Bounds on the ratio become bounds on `k1 = -log ratio`."""
     scope = next(scope for scope in SCOPES if name.startswith(f"{scope}_"))
     divergence = name.removeprefix(f"{scope}_")
     if scope == "token" and divergence in DIRECTED:

@@ -31,7 +31,7 @@ TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 
 
 def parse_truth(value: object, field: str) -> bool:
-    """A truth value, or text that YAML reads as one."""
+    """The truth value that is given, or that YAML reads in a text."""
     truth = TRUTH.get(value.strip().lower()) if isinstance(value, str) else value
     if not isinstance(truth, bool):
         raise SettingError(field, value, allowed="true or false")
@@ -39,7 +39,7 @@ def parse_truth(value: object, field: str) -> bool:
 
 
 def none_if_null(value: object) -> Any:
-    """Turn the text "none" or "null", of a command line or of another tool, into `None`."""
+    """Turn the text "none" or "null", from a command line or another tool, into `None`."""
     return None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
 
 
@@ -59,14 +59,14 @@ def parse_number(value: object, field: str, part: str = "") -> float:
 
 
 def _underscore_hint(number: float) -> str:
-    """A sentence on a number that YAML may have made of a pair, as 0.52 of `0.5_2`. Such a number has two digits or more."""
+    """A sentence if YAML may have read a pair as a longer number, such as `0.5_2` as 0.52."""
     if not 0.1 <= number < 1 or len(repr(number)) < len("0.52"):
         return ""
     return " YAML and Python read an unquoted 0.5_2 as the number 0.52: write the pair as [0.5, 2.0], or quote it."
 
 
 def parse_structure(value: object, field: str) -> Any:
-    """Turn text such as `"0.6_1.6,2.5"` or `"[[0.6, 1.6], 2.5]"` into lists of text of numbers; tuples become lists."""
+    """Turn text such as `"0.6_1.6,2.5"` or `"[[0.6, 1.6], 2.5]"`, and tuples, into lists."""
     if isinstance(value, list | tuple):
         if value and all(isinstance(part, str) for part in value):
             return parse_structure(",".join(value), field)  # the command line passes a list of text
@@ -89,7 +89,7 @@ def is_by_sign(threshold: object) -> bool:
 
 
 def parse_weight_threshold(value: object) -> WeightBounds:
-    """Parse `rollout_is_threshold`: a number (truncation), a pair around 1, or two, for the signs of the advantage."""
+    """Parse `rollout_is_threshold`: a number (truncation), a pair around 1, or a pair per sign."""
     field = "rollout_is_threshold"
     parsed = parse_structure(value, field)
     if is_by_sign(parsed):
@@ -141,7 +141,7 @@ def numbers_in(value: object) -> Any:
 
 
 def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) -> list[Bounds]:
-    """Parse `rollout_rs_threshold`: one entry per criterion, or one for all; the pair of the only one may stand alone."""
+    """Parse `rollout_rs_threshold`: one entry per criterion, one for all, or a single pair."""
     if criteria is None:
         return []
     if value is None:
@@ -192,7 +192,7 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
 
 
 def _parse_directed(entry: Any, part: str) -> list[float]:
-    """Largest change of a token with a negative and with a positive advantage. One number stands for both."""
+    """Largest change of a token with negative and with positive advantage. One number sets both."""
     pair = entry if isinstance(entry, list) else [entry, entry]
     if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
         allowed = "a number, or a pair for negative and positive advantages"
