@@ -1,1 +1,1 @@
-"""The trainers. TRL is imported here only."""
+"""The trainers. Only this part of the core imports TRL."""

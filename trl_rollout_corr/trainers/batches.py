@@ -1,6 +1,6 @@
 """
 Correction of one batch, its metrics and callbacks, for all trainers. It uses only attributes that
-every trainer of TRL has.
+all trainers of TRL share.
 
 `B` completions, `T` completion tokens.
 """
@@ -47,12 +47,12 @@ def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
 
 class CorrectsBatches(_Host):
     """
-    Correction of one batch, and its metrics. Comes before a trainer of TRL among the bases.
+    Correction of one batch, and its metrics. List it before TRL's trainer among the bases.
 
     A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and
-    overrides `_loss_mask` if its batches have another mask of the loss. Differences from TRL:
-    `train` (settings that were changed after the trainer was built, and the monitor) and `log`
-    (metrics).
+    overrides `_loss_mask` if its batches use another mask of the loss. Differences from TRL:
+    `train` (it refuses settings changed since the trainer was built, and starts the watchers) and
+    `log` (metrics).
     """
 
     _trl_class: type
@@ -62,7 +62,7 @@ class CorrectsBatches(_Host):
     def _read_settings(self, model: str | PreTrainedModel, args: Any) -> Any:
         """
         Check the configuration, and read the settings of the correction. This happens once, before
-        vLLM starts, which takes long; a field that is changed later is an error in `train`.
+        vLLM starts, which takes long; `train` refuses fields that were changed later.
         """
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
@@ -70,7 +70,7 @@ class CorrectsBatches(_Host):
         else:
             check_config_class(args, self._config_class)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SettingWarning)  # the configuration has warned when it was built
+            warnings.simplefilter("ignore", SettingWarning)  # the configuration warned when it was built
             self._settings: Settings = args.check()
         args._is_read = True
         for field in self._watched_fields:
@@ -79,7 +79,7 @@ class CorrectsBatches(_Host):
         return args
 
     def _set_up_observer(self) -> None:
-        """Last step of building a trainer: warnings about the model, the observer, and the watchers."""
+        """Complete a trainer: warn about the model, build the observer, and add the watchers."""
         check_dropout(self._bare(self.model))
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
@@ -125,7 +125,7 @@ class CorrectsBatches(_Host):
     def _record(self, corrected: CorrectedBatch) -> None:
         """Add a corrected batch to the metrics, and show it to the watchers."""
         self._observer.corrected(self._now, corrected)
-        seen = corrected._replace(batch=dict(corrected.batch))  # one watcher may add a column for the next
+        seen = corrected._replace(batch=dict(corrected.batch))  # a watcher may add a column for the next one
         for watcher in self._watchers:
             watcher.corrected(self._now, seen)
 
@@ -135,7 +135,7 @@ class CorrectsBatches(_Host):
         return bare
 
     def _metadata(self) -> dict[str, str]:
-        """Types, adapter and quantization of trainer and sampler, for a diagnosis."""
+        """Types, adapter and quantization of trainer and sampler, which `diagnose` reads."""
         return trainer_metadata(self._bare(self.model), self.args) | engine_metadata(self._engine_config)
 
     @property
@@ -150,13 +150,13 @@ class CorrectsBatches(_Host):
 
     def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
         """
-        Correction of a batch. Override this method for a criterion or weights of your own:
+        Correct a batch. Override this method for your own criterion or weights:
         `trl-rollout-corr docs custom`.
 
         Args:
             train_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the sampled tokens under the trainer, in nats: of the old
-                policy in decoupled mode, of the current one in bypass mode.
+                Log-probabilities of the sampled tokens in the trainer, in nats: under the old
+                policy in decoupled mode, under the current one in bypass mode.
             batch (`dict`):
                 TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler,
                 `(B, T)` in nats, and `advantages`, `(B,)` or `(B, T)`.
@@ -175,17 +175,17 @@ class CorrectsBatches(_Host):
         )
 
     def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """Age of each completion, `(B,)` in optimizer steps, NaN if unknown; `None` if the sampler tells none."""
+        """Age of each completion, `(B,)` in optimizer steps or NaN; `None` if nothing is known."""
         return self.state.global_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> CorrectedBatch:
-        """Correct a batch for the gap between the sampler and a policy of the trainer: old (`from_old`) or current."""
+        """Correct a batch for the gap between the sampler and the old or current policy."""
         correction = self._compute_correction(train_logps, batch)
         mask, ages = self._loss_mask(batch), self._ages(batch)
         return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
 
     def _bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, CorrectedBatch]:
-        """Anchor in bypass mode, `(B, T)`, and the correction without the tokens that have no gradient there."""
+        """Anchor in bypass mode, `(B, T)`, and the correction of tokens with a gradient there."""
         anchor, coefficients = self._anchor_in_bypass(corrected)
         statistics = corrected.correction.statistics.with_sum("coefficients", coefficients.sum())
         correction = replace(corrected.correction, statistics=statistics)
@@ -197,8 +197,8 @@ class CorrectsBatches(_Host):
         if self._settings.mode == "reinforce":
             return current, corrected.coefficients  # ratio 1, with the gradient of the log-likelihood
         # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A
-        # rejected token must not change the ratio of its completion in a loss with ratios of
-        # completions. Both get the current policy as anchor: ratio 1.
+        # rejected token must not change the ratio of its completion in a loss with ratios per
+        # completion. For both tokens the current policy is the anchor, which makes the ratio 1.
         assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), corrected.coefficients * usable
@@ -208,7 +208,7 @@ class CorrectsBatches(_Host):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one
         # rank, where the gather below would wait forever.
-        if "train_runtime" in logs:  # training since the last log, also if an evaluation came last
+        if "train_runtime" in logs:  # closes the training window, even if an evaluation came last
             logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
             self._metrics[self._now.mode].update(
@@ -217,5 +217,5 @@ class CorrectsBatches(_Host):
         super().log(logs, start_time)
 
     def _close_window(self, now: Moment) -> dict[str, float]:
-        """Metrics of the logging window that ends, over all ranks."""
+        """Close the logging window, and return its metrics over all ranks."""
         return self._observer.close_window(now)

@@ -1,8 +1,8 @@
 """
-Values of the tokens of completions, as a sampler or a user's function returns them: checked, and
-brought into one form.
+Values per token that a sampler or a user's function returns for completions, checked and brought
+into one form.
 
-`n` completions, `T` tokens of one of them.
+`n` completions, `T` tokens in one of them.
 """
 
 import operator
@@ -15,14 +15,14 @@ import numpy as np
 from ..messages import warn
 
 
-# Minus infinity in answers of vLLM's server, as JSON has none
+# vLLM's server writes minus infinity like this, because JSON cannot
 _SERVER_INFINITY = -9999.0
-# Nats, more than rounding can add to a log-probability of 0
+# In nats: more than rounding can add to a log-probability of 0
 _ROUNDING = 0.01
 
 
 def _as_list(value: Any) -> Any:
-    """A tensor or an array as a list, and a tuple as well; anything else as it is."""
+    """A tensor, an array or a tuple as a list; anything else unchanged."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, tuple) else value
 
@@ -33,7 +33,7 @@ def _short(value: object) -> str:
 
 
 def rows_of(name: str, rows: Any, lengths: Sequence[int] | None, advice: str = "") -> list[list[Any]]:
-    """Values of each token of each completion as lists, from lists, tensors or arrays. `lengths` are of the completions."""
+    """Values of each token as lists, from lists, tensors or arrays, per completion of `lengths`."""
     rows = _as_list(rows)
     if not isinstance(rows, list):
         raise ValueError(f"`{name}` must be a list with one list per completion, got {_short(rows)}.")
@@ -72,8 +72,8 @@ def _whole_numbers(name: str, i: int, row: list[Any]) -> list[int]:
 def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
     """
     Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM
-    wrote -9999, NaN for `None`. One that is above 0 by more than rounding is a `ValueError` where
-    `sampled`, `(T,)`, is true.
+    wrote -9999, NaN for `None`. Raises a `ValueError` where `sampled`, `(T,)`, is true and a value
+    exceeds 0 by more than rounding.
     """
     values = np.asarray(logps, dtype=np.float32)
     above = np.flatnonzero(sampled & (values > _ROUNDING))
@@ -89,8 +89,8 @@ def read_logprobs(
     logprobs: Any, lengths: Sequence[int] | None = None, mask: Sequence[Any] | None = None
 ) -> list[list[float]]:
     """
-    Log-probability of each token of each completion, checked. `lengths` are of the completions, if
-    they are known. `mask` is 0 on tokens that were not sampled, whose value does not matter.
+    Log-probability of each token of each completion, checked against the `lengths` of the
+    completions, if known. `mask` is 0 on tokens that were not sampled, where any value will do.
     """
     if logprobs is None:
         raise ValueError(
@@ -125,8 +125,8 @@ def read_logprobs(
 
 def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
     """
-    A `rollout_func` whose result is checked before TRL takes it. Its log-probabilities are left to
-    [`read_logprobs`]. `told` has the keys that a warning has named.
+    A `rollout_func` whose result is checked before TRL takes it, except log-probabilities, which
+    [`read_logprobs`] checks. `told` collects the keys that a warning named.
     """
 
     @wraps(rollout_func)
@@ -135,7 +135,7 @@ def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., 
         if not isinstance(result, Mapping):
             raise ValueError(f"`rollout_func` must return a dictionary, got {_short(result)}.")
         if not {"prompt_ids", "completion_ids"} <= result.keys():
-            return result  # TRL names the keys that are missing
+            return result  # TRL names the missing keys
         result = dict(result)
         for key in ("prompt_ids", "completion_ids"):
             result[key] = _tokens(key, result[key], len(prompts))
@@ -191,7 +191,7 @@ def _checked_turns(turn_ids: Any, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _check_fields_of_rewards(result: Mapping[str, Any], n: int) -> None:
-    """Refuse other lists with less than one entry per completion. TRL would end in a `KeyError`."""
+    """Refuse other lists with fewer entries than completions. TRL would end in a `KeyError`."""
     for key in result.keys() - {"logprobs"}:
         if isinstance(result[key], list) and len(result[key]) < n:
             raise ValueError(
@@ -201,7 +201,7 @@ def _check_fields_of_rewards(result: Mapping[str, Any], n: int) -> None:
 
 
 def _warn_about_masks(result: Mapping[str, Any], told: set[str]) -> None:
-    """Warn once about each key that looks like a mask of tokens. TRL takes `env_mask` alone, and drops others."""
+    """Warn once about each key that looks like a token mask. TRL reads only `env_mask`."""
     completions = [len(ids) for ids in result["completion_ids"]]
     whole = [len(p) + n for p, n in zip(result["prompt_ids"], completions, strict=True)]
     for key in result.keys() - {"prompt_ids", "completion_ids", "logprobs", "turn_ids", *told}:
@@ -219,7 +219,7 @@ def _warn_about_masks(result: Mapping[str, Any], told: set[str]) -> None:
 
 
 def _lengths_of_mask(value: Any) -> list[int] | None:
-    """Lengths of the rows of a mask that has a 0; `None` if the value is no such mask."""
+    """Lengths of the rows of a mask with a 0 in it; `None` if the value is no such mask."""
     rows = _as_list(value)
     rows = [_as_list(row) for row in rows] if isinstance(rows, list) else []
     if not rows or not all(isinstance(row, list) for row in rows):

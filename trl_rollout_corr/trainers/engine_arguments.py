@@ -1,5 +1,5 @@
 """
-Arguments of vLLM's engine that TRL has no field for: `rollout_engine_kwargs`.
+Arguments of vLLM's engine without a field in TRL: `rollout_engine_kwargs`.
 
 TRL builds the engine of its colocate mode inside its trainer, as `vllm_generation.LLM`. This name
 is replaced while the trainer is built.
@@ -28,7 +28,7 @@ def engine_arguments(args: Any, settings: Settings) -> AbstractContextManager:
     def build(*given: Any, **of_trl: Any) -> Any:
         if kwargs.get("quantization") is not None:
             return tool("quantised engine")(built, of_trl, kwargs)
-        plain = {name: x for name, x in kwargs.items() if name != "quantization"}  # null leaves TRL's
+        plain = {name: x for name, x in kwargs.items() if name != "quantization"}  # null keeps TRL's
         return built(*given, **{**of_trl, **plain})
 
     return patch.object(vllm_generation, "LLM", build)

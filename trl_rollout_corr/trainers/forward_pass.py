@@ -3,7 +3,7 @@ Forward passes of TRL, by purpose.
 
 TRL's trainers run every model through one method, `_get_per_token_logps_and_entropies`. Rollout
 correction overrides it once ([`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`]), and asks
-the pass that is under way what to do:
+the current pass what to do:
 
 | pass | under way while | what it does |
 | --- | --- | --- |
@@ -20,9 +20,9 @@ training goes like this:
 1. TRL calls `_generate_and_score_completions`: [`Scoring`] begins.
 2. Within it, TRL calls `_generate`: [`Generation`] begins, gets the log-probabilities and the
    prompts of the sampler, and ends. [`Scoring.generated`] takes it.
-3. TRL runs the old policy ([`OldPass`]), and with `beta` the reference. The old pass is answered
-   without a forward pass where its result is not needed.
-4. TRL calls `_calculate_rewards`. Reward functions have a plain [`ForwardPass`]. Afterwards
+3. TRL runs the old policy ([`OldPass`]), and with `beta` the reference. Where nothing needs its
+   result, [`OldPass`] answers without a forward pass.
+4. TRL calls `_calculate_rewards`. A plain [`ForwardPass`] covers reward functions. Afterwards
    [`Scoring.take_rewards`] gets their rewards, and with `rollout_rs_exclude_from_baseline` the
    completions that [`Scoring.rejected`] names get a NaN.
 5. TRL computes advantages and returns the batch: [`Scoring`] ends, and the trainer adds the columns
@@ -31,14 +31,14 @@ training goes like this:
    policy, the trainer puts the corrected advantages and the anchor into the batch, which TRL reads
    next. With `rollout_diagnose`, sequences of the first batch are scored again, which is a
    [`Rescoring`] within it. [`LossPass`] ends before the backward pass.
-7. After the backward pass, `training_step` lets replays go. With `num_iterations`, step 6 visits
-   the same samples again.
+7. After the backward pass, `training_step` releases the replays. With `num_iterations`, step 6
+   visits the same samples again.
 
-A push of weights, which comes at the beginning of step 2, may score completions of the past once
-more: each is a plain [`ForwardPass`].
+A push of weights, at the beginning of step 2, may score earlier completions once more, each in a
+plain [`ForwardPass`].
 
 Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replay.Replay`]) ask the pass for the
-choices that belong to its batch.
+choices of its batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
@@ -61,7 +61,7 @@ Forward = Callable[..., tuple]
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Model in evaluation mode, without dropout, and afterwards as before."""
+    """Context with a model in evaluation mode, without dropout. It restores the mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -80,33 +80,33 @@ def logps_of_logits(model: Any, accelerator: Any, ids: torch.Tensor, n: int, **i
 
 
 class ForwardPass:
-    """A forward pass that is not TRL's. Nothing is changed."""
+    """A forward pass that is not TRL's. It changes nothing."""
 
-    loss_mask: torch.Tensor | None = None  # (B, T), tokens of the loss; only of a pass in the loss
+    loss_mask: torch.Tensor | None = None  # (B, T), tokens of the loss; set only in the loss
     policy: torch.nn.Module | None = (
-        None  # without wrappers, the model that the loss trains; only of a pass in the loss
+        None  # the model that the loss trains, without wrappers; set only in the loss
     )
 
     def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
-        """Run `forward`, TRL's method of the forward pass. Returns log-probabilities, `(B, T)`, and other outputs."""
+        """Run TRL's `forward`. Returns log-probabilities, `(B, T)`, and other outputs."""
         return forward(model, *args, **kwargs)
 
     def columns(self, generated: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
         """
         Columns of the batch, with the choices of the sampler that this pass makes again.
-        `generated` returns those for a batch that was just generated.
+        `generated` returns the columns of a batch that was just generated.
         """
         return {}
 
     def generated(self, generation: "Generation") -> None:
-        """Take what the sampler has generated, if this pass scores it."""
+        """Take what the sampler generated, if this pass scores it."""
 
     def count(self, sums: Sums) -> None:
         """Add sums to the metrics, if this pass is in the loss."""
 
 
 class Rescoring(ForwardPass):
-    """A forward pass over a batch that TRL has scored before, outside of its loss."""
+    """A forward pass outside TRL's loss, over a batch that TRL scored before."""
 
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
@@ -123,8 +123,8 @@ class OldPass:
     TRL's first forward pass while it scores a batch, which computes the log-probabilities of the
     old policy.
 
-    `answer` takes `input_ids` and `logits_to_keep`, and returns log-probabilities, `(B, T)`, in
-    place of the forward pass.
+    `answer` replaces the forward pass: it takes `input_ids` and `logits_to_keep`, and returns
+    log-probabilities, `(B, T)`.
     """
 
     def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
@@ -155,8 +155,8 @@ class OldPass:
 
     def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str) -> None:
         """
-        Put the old log-probabilities under `anchor_key` into the batch that TRL has scored, or
-        remove their placeholder. A `RuntimeError` if TRL made another number of forward passes than
+        Put the old log-probabilities under `anchor_key` into the batch that TRL scored, or remove
+        their placeholder. Raises a `RuntimeError` if the number of TRL's forward passes is not
         `expected`, or if the key is missing.
         """
         if self.calls != expected or anchor_key not in output:
@@ -173,17 +173,17 @@ class OldPass:
 
 class Generation(ForwardPass):
     """
-    The passes while the sampler generates a batch, all of them of a `rollout_func`, and what TRL
+    The passes while the sampler generates a batch, all of which a `rollout_func` runs, and what TRL
     would discard of the completions.
     """
 
     logprobs: list[list[float]] | None = None  # of the sampled tokens, per completion
-    prompts: list[list[int]] | None = None  # that vLLM has read in the first turn, per completion
+    prompts: list[list[int]] | None = None  # that vLLM read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
 
     def other_prompt(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[int], list[int]] | None:
-        """The first prompt that vLLM has read otherwise than the trainer, and the trainer's; `None` if all are the same."""
+        """First prompt that vLLM and the trainer read differently, from both, or `None`."""
         for read, ids, mask in zip(self.prompts or [], batch["prompt_ids"], batch["prompt_mask"].bool(), strict=False):
             if list(read) != (own := ids[mask].tolist()):
                 return list(read), own
@@ -194,7 +194,7 @@ class Generation(ForwardPass):
         return _padded(self.logprobs or [], like, 0.0)
 
     def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns of a rollout function."""
+        """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns."""
         return None if self.turn_ids is None else _padded(self.turn_ids, like, 0)
 
     def mask_of_loss(self, completion_mask: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ class Generation(ForwardPass):
 
 
 class Scoring(ForwardPass):
-    """The passes of one batch while TRL generates and scores it. Without an `old_pass`, TRL's passes are unchanged."""
+    """The passes of a batch while TRL generates and scores it; TRL's own without an `old_pass`."""
 
     def __init__(self, old_pass: OldPass | None) -> None:
         self.old_pass = old_pass
@@ -229,14 +229,14 @@ class Scoring(ForwardPass):
 
     def take_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, own: slice) -> None:
         """
-        Keep the rewards of this rank's completions, the rows `own` of `rewards`, `(N, F)`: of all
-        ranks, by `F` functions with `weights`, `(F,)`; NaN where a function gave none.
+        Keep the rewards of this rank's completions, the rows `own` of `rewards`, `(N, F)`, which
+        covers all ranks and `F` functions with `weights`, `(F,)`; NaN where a function gave none.
         """
         total = (rewards * weights.to(rewards.device)).nansum(1)
         self.rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)[own]
 
     def rejected(self, settings: Settings) -> torch.Tensor:
-        """Completions of the batch that have all tokens rejected, boolean, `(B,)`. Needs an old pass that was run."""
+        """Completions with all tokens rejected, boolean, `(B,)`. The old pass must have run."""
         assert self.old_pass is not None
         mask = self.generation.mask_of_loss(self.old_pass.completion_mask).bool()
         turn_ids = self.generation.padded_turn_ids(mask)
@@ -246,7 +246,7 @@ class Scoring(ForwardPass):
     def check_rows(self, n: int, owner: str) -> None:
         """
         Check that log-probabilities, rewards and turns belong to the `n` completions of the batch,
-        which was returned by the method of the class `owner`.
+        which a method of the class `owner` returned.
         """
         lists = (self.generation.logprobs, self.rewards, self.generation.turn_ids)
         rows = [len(x) for x in lists if x is not None]
@@ -269,11 +269,11 @@ def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.
 
 class LossInputs(dict):
     """
-    Batch for TRL's loss. It has no advantages until the correction, after the forward pass of the
-    policy, adds them.
+    Batch for TRL's loss. It lacks advantages until the correction adds them, after the forward pass
+    of the policy.
 
-    `read` has the keys that were read since then. A loss that does not read the anchor has the
-    right gradient at a ratio of 1, so a check of the gradient would not find it.
+    `read` collects the keys that were read since then. A loss that does not read the anchor still
+    gives the right gradient at a ratio of 1, so a check of the gradient would miss it.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
@@ -300,12 +300,12 @@ class LossInputs(dict):
 class LossPass(Rescoring):
     """
     The passes of one call of `compute_loss` on a micro-batch. Only the pass of the policy is
-    corrected. The passes of a teacher or of the reference, and passes without gradient, are left
+    corrected. The passes of a teacher or of the reference, and passes without gradient, stay
     unchanged.
 
     `policy` is the model that the loss trains, without wrappers, which `unwrap` removes;
-    `loss_mask`, `(B, T)`, has the tokens of the loss. `correct` takes this pass and the
-    log-probabilities of the policy, `(B, T)` in nats with gradient, and returns those for TRL's
+    `loss_mask`, `(B, T)`, marks the tokens of the loss. `correct` takes this pass and the
+    log-probabilities of the policy, `(B, T)` in nats with gradient, and returns the ones for TRL's
     loss. `count` adds sums to the metrics.
     """
 
@@ -338,14 +338,14 @@ class LossPass(Rescoring):
             )
         self.corrected = True
         logps = self._correct(self, logps)
-        self.inputs.read.clear()  # only reads after the correction count
+        self.inputs.read.clear()  # only reads after the correction matter
         return logps, *others
 
     def count(self, sums: Sums) -> None:
         self._count(sums)
 
     def check_policy_ran(self, trainer: str) -> None:
-        """Check, after the loss of a class `trainer`, that the policy was run and corrected."""
+        """Check, after the loss of a class `trainer`, that the policy ran and was corrected."""
         if not self.corrected:
             raise RuntimeError(
                 f"The loss of `{trainer}` did not run the policy through `_get_per_token_logps_and_entropies`, "

@@ -20,8 +20,8 @@ TOLERANCE = 0.05  # relative to the largest gradient; the rounding error of bflo
 
 class GradientCheck:
     """
-    Test of one micro-batch, for which the loss takes `logps`, and the caller multiplies the
-    coefficients by `factor`, ones with gradient; both `(B, T)`.
+    Test of one micro-batch. The loss takes `logps`, and the caller multiplies the coefficients by
+    `factor`, ones with gradient; both are `(B, T)`.
     """
 
     def __init__(self, logps: torch.Tensor) -> None:
@@ -33,10 +33,9 @@ class GradientCheck:
         Raise a `RuntimeError` if the coefficients do not act on a loss, and return `False` if all
         gradients of the micro-batch are 0, which proves nothing.
 
-        A loss of the user's `own` has only to depend on the coefficients. `per_token` asks that the
-        gradient of a token follows its own coefficient, and not only those of its completion;
-        `alone` says that no other term of the loss, such as a KL penalty, depends on the
-        log-probabilities.
+        A loss of the user's `own` need only depend on the coefficients. `per_token` asks that the
+        gradient of a token follows its own coefficient, and not only its completion's; `alone` says
+        that no other term of the loss, such as a KL penalty, depends on the log-probabilities.
         """
         gradient, first = self._gradients(loss)
         if gradient is None or first is None:
@@ -56,7 +55,7 @@ class GradientCheck:
             parts = parts.sum(2)
         whole, once, signed = parts
         numbers = [once.abs().max(), whole.abs().max(), (signed - once).abs().max(), (whole - once).abs().max()]
-        size, total, misplaced, unweighted = torch.stack(numbers).tolist()  # waits for the device, at the first step
+        size, total, misplaced, unweighted = torch.stack(numbers).tolist()  # waits for the device, once
         if misplaced > TOLERANCE * size:
             raise not_in_loss("the coefficient of one token acts on the gradient of others")
         if alone and unweighted > TOLERANCE * total:
@@ -66,14 +65,16 @@ class GradientCheck:
         return bool(size > 0)
 
     def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of a loss with respect to log-probabilities and factor; `None` without dependence."""
+        """
+        Gradients of a loss by log-probabilities and factor; `None` where it depends on neither.
+        """
         if not loss.requires_grad:
             return None, None
         logps, factor = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
         return logps, factor
 
     def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Derivative of a gradient by the factor, `(B, T)`; `None` if an operator of the loss has no second derivative."""
+        """Derivative of a gradient by the factor, `(B, T)`; `None` without a second derivative."""
         try:
             return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]
         except RuntimeError:

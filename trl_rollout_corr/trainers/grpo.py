@@ -24,12 +24,12 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 
-    It has all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer
+    It takes all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer
     switches TRL's own correction (`vllm_importance_sampling_correction`) off, unless
     `rollout_correction` is `"trl"`.
 
     Raises:
-        `ValueError`: also if `loss_type` is `"vespo"`, which has importance weights of its own, if
+        `ValueError`: also if `loss_type` is `"vespo"`, which applies its own importance weights, if
             `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`,
             or if the mean of batch normalisation would be over a single sequence.
     """
@@ -38,7 +38,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
 
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
-        check_loss_type(self)  # before TRL refuses its value for another reason
+        check_loss_type(self)  # before TRL refuses the value for another reason
         GRPOConfig.__post_init__(self)
         self.check()
 
@@ -50,10 +50,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`]
     as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
-    it has the same losses and gradients as `GRPOTrainer` with
+    losses and gradients equal those of `GRPOTrainer` with
     `vllm_importance_sampling_correction=False`, bit for bit.
 
-    What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
+    [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`] lists the differences from TRL.
 
     Example:
 
@@ -84,13 +84,13 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         super().__init__(*args, **kwargs)
 
     def _check_sampler(self) -> None:
-        if self.rollout_func is None:  # a rollout function brings its own log-probabilities
+        if self.rollout_func is None:  # a rollout function returns its own log-probabilities
             super()._check_sampler()
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         rollout_func = self.rollout_func
-        if rollout_func is not None:  # for this call only, as it is the user's
-            told = self.__dict__.setdefault("_named_masks", set())  # keys that a warning has named
+        if rollout_func is not None:  # for this call only, because it is the user's
+            told = self.__dict__.setdefault("_named_masks", set())  # keys that a warning named
             self.rollout_func = checking(rollout_func, told)
         try:
             return super()._generate(*args, **kwargs)
@@ -105,16 +105,16 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
         generation.turn_ids = of_function.get("turn_ids")
         of_trl = generation.logprobs
-        if self._settings.by_trl:  # TRL leaves NaN out, but minus infinity would make its metrics infinite
+        if self._settings.by_trl:  # TRL ignores NaN, but minus infinity would make its metrics infinite
             of_trl = [[x if math.isfinite(x) else math.nan for x in row] for row in of_trl]
         return prompt_ids, completion_ids, tool_mask, completions, of_trl, *others
 
     @contextmanager
     def _asking_for_old_pass(self) -> Iterator[None]:
         # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of
-        # `steps_per_generation * num_iterations`. With `num_iterations =
-        # gradient_accumulation_steps + 1` it never is: the first forward pass while scoring is then
-        # the old pass, and not the reference pass.
+        # `steps_per_generation * num_iterations`. With
+        # `num_iterations = gradient_accumulation_steps + 1` it never is, so the first forward pass
+        # while scoring is the old pass, and not the reference pass.
         num_iterations = self.num_iterations
         self.num_iterations = self.args.gradient_accumulation_steps + 1
         try:
@@ -126,7 +126,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _bounding_the_ratio(self) -> Iterator[None]:
         args, settings, delta = self.args, self._settings, self.args.delta
         if settings.changes_loss and settings.clips_around_sampler and delta is None:
-            args.delta = settings.rollout_clip_ratio_c  # for this call only, as it is not a setting of the user
+            args.delta = settings.rollout_clip_ratio_c  # for this call only, because the user did not set it
         try:
             yield
         finally:
@@ -140,11 +140,11 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
         # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the
-        # token; so are all loss types. Masks, denominators, KL and entropy terms stay TRL's.
+        # token, as for all loss types. Masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
         if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
-            # all tokens of a completion have the same gradient, so their mean acts. TRL counts
-            # clipped completions from (B, 1)
+            # all tokens of a completion share one gradient, so the mean coefficient acts. TRL
+            # counts clipped completions from (B, 1)
             mask = self._loss_mask(inputs)
             coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients

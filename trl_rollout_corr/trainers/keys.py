@@ -1,10 +1,10 @@
-"""Keys of tensors in a batch, which TRL shuffles and splits with all others. The first two are TRL's names in GRPO."""
+"""Keys of tensors in a batch, which TRL shuffles and splits. The first two are TRL's, in GRPO."""
 
-OLD_LOGPS = "old_per_token_logps"  # (B, T), of the old policy: the trainer's when the batch was generated
-ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), of the policy that sampled
+OLD_LOGPS = "old_per_token_logps"  # (B, T), under the old policy: the trainer's when the batch was generated
+ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), under the policy that sampled
 COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradient, if known at generation
-# Of the first visit, for later ones (`num_iterations`). Filled in place, so that TRL may copy the
-# dictionary
+# Values of the first visit, for later ones (`num_iterations`). They are filled in place, because
+# TRL may copy the dictionary
 VISITED = "rollout_corr_visited"  # (B,), on the CPU, so that nothing waits for the device
 FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T)
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
@@ -12,4 +12,4 @@ REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
 PADDING = "rollout_corr_padding"  # (B,), tokens of padding before the prompt, where the prompt's mask does not tell
-AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN for the others
+AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN elsewhere

@@ -1,4 +1,4 @@
-"""Metadata of a run: types, adapter and quantization of trainer and sampler. A diagnosis reads it in the dump."""
+"""Metadata of a run: types, adapter and quantization of trainer and sampler, for `diagnose`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
-    """Type of the trainer's computations, kind of its adapter, and whether it has routed experts."""
+    """Type in which the trainer computes, kind of its adapter, and whether experts are routed."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)
@@ -21,7 +21,7 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
 
 
 def engine_metadata(config: Any) -> dict[str, str]:
-    """Types and quantization of vLLM, where known, from its `VllmConfig` or from the mapping that a server returns."""
+    """Known types and quantization of vLLM, from its `VllmConfig` or from a server's mapping."""
     metadata = {
         "sampler_dtype": _get(config, "model_config", "dtype"),
         "sampler_head_dtype": _get(config, "model_config", "head_dtype"),
@@ -32,7 +32,7 @@ def engine_metadata(config: Any) -> dict[str, str]:
 
 
 def quantises(config: Any) -> bool:
-    """True if vLLM, of a `VllmConfig`, quantises weights of higher precision while it loads them."""
+    """True if vLLM with this `VllmConfig` quantises weights of higher precision at loading."""
     quantization = _get(config, "quant_config")
     return quantization is not None and quantization.get_name() == "online"
 

@@ -2,8 +2,8 @@
 The seam into TRL, shared by the trainers of GRPO and RLOO.
 
 TRL's trainers call one method for every forward pass, `_get_per_token_logps_and_entropies`. The
-mixin overrides it, and asks
-the pass that is under way what to do ([`~trl_rollout_corr.trainers.forward_pass`]):
+mixin overrides it, and asks the current pass what to do
+([`~trl_rollout_corr.trainers.forward_pass`]):
 
 - *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current
   policy before TRL does. TRL reads the anchor of the ratio and the advantages only afterwards, so a
@@ -51,14 +51,14 @@ from .vllm_engine import IMAGES, check_server_logprobs, read_configuration, warn
 
 class RolloutCorrectionMixin(CorrectsBatches):
     """
-    Rollout correction for a trainer of TRL. Comes before the trainer among the bases.
+    Rollout correction for a trainer of TRL. List it before the trainer among the bases.
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks),
     `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old
-    pass is skipped if it is not needed), `_calculate_rewards` (completions that are rejected before
-    the baseline), `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), and
-    `training_step` (the end of replays). [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] has
-    `train` and `log`.
+    pass is skipped if it is not needed), `_calculate_rewards` (completions rejected before the
+    baseline), `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), and
+    `training_step` (the end of replays). [`~trl_rollout_corr.trainers.batches.CorrectsBatches`]
+    overrides `train` and `log`.
 
     A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`,
     `_anchor_key` (key of the log-probabilities in the denominator of TRL's ratio), `_enter_loss`,
@@ -66,19 +66,19 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     Attributes:
         rollout_step (`int`, *optional*):
-            Optimizer step of the weights that sample. Set when weights are pushed to vLLM. A
-            `rollout_func` or a sampler with other weights must set it to the step of its weights.
+            Optimizer step of the sampler's weights. A push to vLLM sets it. A `rollout_func` or a
+            sampler with other weights must set it to the step of its weights.
     """
 
     _anchor_key: str
 
     rollout_step: int | None = None
-    # TRL's own tests call methods of a trainer that was never initialised. So state has a default
-    # here, unless no method can do its work without it: the settings, the observer, the pushes and
-    # the visits.
-    _pass = ForwardPass()  # the forward pass that is under way
-    _replays: Any = Replay()  # of choices of the sampler
-    _other_prompts = False  # True once vLLM has read another prompt than the trainer
+    # TRL's own tests call methods of a trainer that was never initialised. So state gets a default
+    # here, except what no method can do without: the settings, the observer, the pushes and the
+    # visits.
+    _pass = ForwardPass()  # the current forward pass
+    _replays: Any = Replay()  # of the sampler's choices
+    _other_prompts = False  # True once vLLM read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
     # True if every sample is visited before the first optimizer step after its generation: the
     # policy of the first visit is then the old policy
@@ -98,7 +98,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         refuse_fused_loss(self._trl_class, args)
         with engine_arguments(args, self._settings), without_trl_correction(args, self._settings):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
-        self._first_visits = 0  # of micro-batches of the generation
+        self._first_visits = 0  # among the micro-batches of the generation
         self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
         if self.use_vllm:
             self._check_server()
@@ -113,7 +113,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
             info: list[Any] = [None]
-            if self.accelerator.is_main_process:  # only this process has a connection to the server
+            if self.accelerator.is_main_process:  # only this process is connected to the server
                 info = [read_configuration(self.vllm_generation.vllm_client.base_url)]
             broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
             self._engine_config = info[0]
@@ -163,7 +163,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     @property
     def _excludes_from_baseline(self) -> bool:
-        # an evaluation has no baseline, and reports the reward of all completions
+        # an evaluation uses no baseline, and reports the reward of all completions
         return bool(
             self._settings.changes_loss and self._settings.rollout_rs_exclude_from_baseline and self.model.training
         )
@@ -216,7 +216,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return output
 
     def _warn_about_images(self, generation: Generation, output: Mapping[str, Any]) -> None:
-        """Warn once about prompts with images that vLLM has read otherwise than the trainer."""
+        """Warn once about prompts with images that vLLM and the trainer read differently."""
         if self._other_prompts or not any(key in output for key in IMAGES):
             return
         if (other := generation.other_prompt(output)) is not None:
@@ -238,7 +238,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return generated
 
     def _record_logprobs(self, logprobs: list[list[float | None]], prompts: list[list[int]]) -> None:
-        """Keep the log-probabilities that vLLM returned, one list per completion, and the prompts that it has read."""
+        """Keep the log-probabilities and the prompts that vLLM returned, per completion."""
         if isinstance(self._pass, Generation):
             self._pass.logprobs = read_logprobs(logprobs)
             self._pass.prompts = self._pass.prompts or prompts  # of the first turn
@@ -251,7 +251,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
     ) -> Any:
         scoring = self._pass
-        with self._during(ForwardPass()):  # a reward function may run forward passes of its own
+        with self._during(ForwardPass()):  # a reward function may run its own forward passes
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         if not isinstance(scoring, Scoring):
             return rewards
@@ -259,8 +259,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         scoring.take_rewards(rewards, self.reward_weights, slice(first, first + len(prompts)))
         if scoring.old_pass is None or not self._excludes_from_baseline:
             return rewards
-        # TRL leaves completions with a NaN reward out of the baseline, and sets their advantage to
-        # 0
+        # TRL leaves completions with a NaN reward out of the baseline and sets their advantage to 0
         rejected = self.accelerator.gather(scoring.rejected(self._settings))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
@@ -275,8 +274,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         *args: object,
         **kwargs: object,
     ) -> torch.Tensor:
-        # The batch of a pass in the loss has no advantages until `_correct` puts them back. If TRL
-        # read them earlier, its loss would not be corrected: `LossInputs` raises an error instead.
+        # The batch of a pass in the loss lacks advantages until `_correct` puts them back. If TRL
+        # read them earlier, its loss would not be corrected, so `LossInputs` raises an error.
         count = partial(self._observer.add, self._now.mode)
         loss_pass = LossPass(self._bare(model), inputs, self._loss_mask(inputs), self._correct, self._bare, count)
         with self._during(loss_pass), self._bounding_the_ratio():
@@ -302,16 +301,16 @@ class RolloutCorrectionMixin(CorrectsBatches):
             self._replays.end()
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
-        """Bound TRL's ratio to the sampler for negative advantages, if TRL's loss has an option for it."""
+        """Bound TRL's ratio to the sampler for negative advantages, where TRL's loss can."""
         return nullcontext()
 
     def _correct(self, loss_pass: LossPass, logps: torch.Tensor) -> torch.Tensor:
         """
         Correct a micro-batch on the way from the model to TRL's loss.
 
-        `logps`, `(B, T)` with gradient, are of the current policy. Results of the first visit are
-        kept in the tensors of the batch; `loss_pass.inputs`, the batch for TRL's loss, is changed
-        in place. Returns the log-probabilities for TRL's loss, `(B, T)`.
+        `logps`, `(B, T)` with gradient, come from the current policy. The tensors of the batch keep
+        results of the first visit; `loss_pass.inputs`, the batch for TRL's loss, is changed in
+        place. Returns the log-probabilities for TRL's loss, `(B, T)`.
         """
         batch, inputs, current = loss_pass.batch, loss_pass.inputs, logps.detach()
         inputs["advantages"] = batch["advantages"]
@@ -334,7 +333,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return self._enter_loss(inputs, logps, anchor, coefficients)
 
     def _score_again(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities of the policy, `(B, T)`, of a batch of text, with the weights at the time of the call."""
+        """Log-probabilities, `(B, T)`, of a batch of text under the policy's present weights."""
         with self._during(Rescoring(batch)):
             scored = self._get_per_token_logps_and_entropies(
                 self.model, *sequences_of(batch), batch["completion_ids"].shape[1]
@@ -352,7 +351,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return logps
 
     def _score_alone(self, batch: dict[str, Any], **most: int) -> torch.Tensor:
-        """Score sequences of a batch as the loss does, but one by one: `score_alone`."""
+        """Score sequences of a batch as the loss does, but one by one, with `score_alone`."""
 
         def forward(i: int, *args: Any) -> tuple:
             with self._during(Rescoring(self._replays.alone(batch, i))):
@@ -398,5 +397,5 @@ class RolloutCorrectionMixin(CorrectsBatches):
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        """Put anchor and coefficients into TRL's batch of the loss, and return the log-probabilities for it; all `(B, T)`."""
+        """Put anchor and coefficients into TRL's batch, and return its `logps`; all `(B, T)`."""
         raise NotImplementedError

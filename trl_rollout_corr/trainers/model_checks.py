@@ -1,4 +1,4 @@
-"""Warnings about a model: types of trainer and sampler that differ, and dropout."""
+"""Warnings about a model: different types in trainer and sampler, and dropout."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from ..messages import warn
 def check_types(metadata: Mapping[str, str]) -> None:
     """Warn if trainer and sampler compute in different types."""
     trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
-    if trainer and sampler and trainer != sampler and "quantization" not in metadata:  # coarser than both
+    if trainer and sampler and trainer != sampler and "quantization" not in metadata:  # quantization is coarser
         lost = ", and small updates get lost in the sampler until they add up" if trainer == "float32" else ""
         warn(
             f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
@@ -21,7 +21,7 @@ def check_types(metadata: Mapping[str, str]) -> None:
 
 
 def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
-    """Dropout of a model in training mode: its rate in attention, and the names of the layers that have it."""
+    """Dropout of a model in training mode: its rate in attention, and the names of such layers."""
     in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0
     return in_attention, [
         name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0

@@ -1,5 +1,5 @@
 """
-Metrics of the correction and age of the data of a trainer. Nothing here changes the loss.
+Metrics of a trainer's correction and the age of its data. Nothing here changes the loss.
 
 `B` completions, `T` completion tokens.
 """
@@ -46,7 +46,7 @@ class Observer:
 
     Each forward pass of a micro-batch in the loss is [`Observer.visited`]. A batch is
     [`Observer.corrected`] once in decoupled mode, at its first visit or before it, and in bypass
-    mode at every visit, as the correction depends on the current policy.
+    mode at every visit, because the correction depends on the current policy.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -65,18 +65,18 @@ class Observer:
         current_logps: torch.Tensor,
         old_logps: torch.Tensor | None,
     ) -> None:
-        """Count ages, `(B,)` in optimizer steps, and the gap between current and old policy, `(B, T)`; `None` if unknown."""
+        """Count ages, `(B,)` in optimizer steps, and the gap of current to old policy, `(B, T)`."""
         if ages is not None:
             self.add(now.mode, Staleness.of(count_ages(ages)))
         if old_logps is not None and old_logps is not current_logps:
             self.add(now.mode, Staleness.of(update_gap(old_logps, current_logps, mask)))
 
     def trained(self, now: Moment, mask: torch.Tensor, n_dropped: int) -> None:
-        """Count the completions of a batch, with its mask `(B, T)`, and those dropped as too old since the last one."""
+        """Count a batch's completions by its mask, `(B, T)`, and `n_dropped` ones as too old."""
         self.add(now.mode, Staleness.of(count_completions(mask, n_dropped)))
 
     def corrected(self, now: Moment, corrected: CorrectedBatch) -> None:
-        """Count a batch that was corrected."""
+        """Count a corrected batch."""
         batch, correction = corrected.batch, corrected.correction
         turns = log_ratio = None
         if "tool_mask" in batch or TURN_IDS in batch:
@@ -90,14 +90,14 @@ class Observer:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
 
     def close_step(self, step: int) -> None:
-        """End an optimizer step of the training. All ranks must call it, as it gathers the sums."""
+        """End an optimizer step. All ranks must call it, because it gathers the sums."""
         self.windows["train"].close_step(step)
 
     def read_steps(self, before: int | None = None) -> list[dict[str, float]]:
         """
         Metrics of each optimizer step that was closed and not read yet, over all ranks, each with
-        its `step`. The sums of a step are on the host when the next one ends, so that nothing waits
-        for steps `before` it.
+        its `step`. The sums of a step reach the host by the end of the next step, so reading steps
+        `before` that one waits for nothing.
         """
         window = self.windows["train"]
         now = [step for step in window.unread if before is None or step.step < before]
@@ -105,7 +105,7 @@ class Observer:
         return [{**self._finish(step.sums), "step": step.step} for step in now]
 
     def close_window(self, now: Moment) -> dict[str, float]:
-        """Metrics of the logging window that ends, over all ranks."""
+        """Close the logging window, and return its metrics over all ranks."""
         return self._finish(self.windows[now.mode].close(now.step))
 
     def _finish(self, window: Sequence[Sums]) -> dict[str, float]:
@@ -118,13 +118,13 @@ class Observer:
 
 
 class LoggingWindow:
-    """The sums of one logging window on the device of this rank, and the sums of each optimizer step that has ended."""
+    """Sums of one logging window on this rank's device, and of each completed optimizer step."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.sums: dict[type[Sums], Any] = {}  # of this rank, since the last step that was closed
-        self.total: dict[type[Sums], Any] = {}  # of all ranks and the steps that were closed
-        self.unread: list[StepSums] = []  # steps that `Observer.read_steps` has not read
+        self.sums: dict[type[Sums], Any] = {}  # of this rank, since the last closed step
+        self.total: dict[type[Sums], Any] = {}  # of all ranks and closed steps
+        self.unread: list[StepSums] = []  # steps that `Observer.read_steps` did not read yet
 
     def add(self, sums: Sums) -> None:
         """Add the sums of one batch."""
@@ -136,7 +136,7 @@ class LoggingWindow:
             self.unread.append(StepSums(step, everywhere))
 
     def _gather(self) -> list[Any]:
-        """Sums since the last step over all ranks, which are added to the total."""
+        """Sums since the last step over all ranks. They are also added to the total."""
         sums, self.sums = self.sums, {}
         if not sums:
             return []
@@ -156,7 +156,7 @@ class LoggingWindow:
 
 
 def _add(totals: dict[type[Sums], Any], sums: Sums) -> None:
-    """Add sums to those of the same kind."""
+    """Add sums to the sums of the same kind."""
     before = totals.get(type(sums))
     totals[type(sums)] = sums if before is None else before + sums
 
@@ -168,8 +168,8 @@ class StepSums:
         self.step, self._layouts = step, sums
         self._vectors, self._copied = torch.cat([part.vector for part in sums]), None
         if self._vectors.is_cuda:
-            # A copy to pinned memory does not stop the host. `sums` waits for it, when it has long
-            # ended.
+            # A copy to pinned memory does not stop the host. `sums` waits for it, but later, when
+            # it is usually done.
             host = torch.empty_like(self._vectors, device="cpu", pin_memory=True)
             self._vectors = host.copy_(self._vectors, non_blocking=True)
             self._copied = torch.cuda.Event()

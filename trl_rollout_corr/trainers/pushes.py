@@ -28,7 +28,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 @contextmanager
 def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> Iterator[None]:
-    """Context in which a method of the owner returns other weights to push. No effect if it has no such method."""
+    """Context in which a method of the owner, if it exists, returns other weights to push."""
     original = getattr(owner, method, None)
     if original is None:
         yield
@@ -42,8 +42,8 @@ def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> It
 
 def needs_reload(generation: VLLMGeneration) -> bool:
     """
-    True if TRL's push of single weights fails: on a CPU, where vLLM stores them in other shapes
-    than the checkpoint, and where a colocated engine quantises them, which would keep its old
+    True if TRL's push of single weights fails: on a CPU, where vLLM changes the shapes of the
+    checkpoint, and with a colocated engine that quantises weights, because it would keep its old
     scales.
     """
     if generation.mode != "colocate":
@@ -66,26 +66,25 @@ def push_by_reload(generation: VLLMGeneration) -> None:
 
 
 def _reload(generation: VLLMGeneration, weights: Weights) -> Weights:
-    """Push all weights; nothing is left for TRL, which wakes the engine before, and clears the cache afterwards."""
+    """Push all weights. TRL, left with none, wakes the engine before and clears its cache after."""
     push(generation.llm, weights)
     return ()
 
 
 def forget_images(generation: VLLMGeneration) -> None:
     """
-    Make a colocated vLLM compute the features of images again after new weights.
+    Make a colocated vLLM compute the features of images again after a push.
 
-    vLLM keeps the features of an image for later requests. TRL clears the cache of prefixes alone,
-    so that an image would keep its features from before the new weights; and vLLM's own reload
-    clears the features, but not its list of them, so that the next request with the image would
-    fail.
+    vLLM keeps the features of an image for later requests. TRL clears only the prefix cache, so an
+    image would keep its features from before the new weights. vLLM's own reload clears the
+    features, but not its list of them, so the next request with the image would fail.
     """
     if generation.mode == "colocate" and hasattr(generation.llm.llm_engine, "reset_encoder_cache"):
         generation.llm.llm_engine.reset_encoder_cache()
 
 
 def refuse_packed_base(model: Any, mode: str) -> None:
-    """Refuse a server for an adapter on a base of packed weights (QLoRA), which has no place for them."""
+    """Refuse a server for an adapter on a packed base (QLoRA), whose weights it cannot take."""
     packed = [name for name, p in model.named_parameters() if not (p.is_floating_point() or p.requires_grad)]
     if mode == "server" and hasattr(model, "merge_adapter") and packed:
         raise ValueError(
@@ -103,7 +102,7 @@ class Pushes:
         checks (`PushChecks`, *optional*):
             Checks of pushes; `None` if `rollout_monitor` is null.
         doubt (`str`):
-            A reason why the weights of the sampler may not matter; empty without one.
+            A reason why the weights of the sampler may not matter, or an empty text.
     """
 
     doubt = ""
@@ -147,16 +146,16 @@ class Pushes:
         return tool("pushes of adapters")(model, getattr(plugin, "fsdp_version", None))
 
     def noting(self, weights: Weights) -> Weights:
-        """Weights on their way to the sampler, which the checks see."""
+        """Weights on their way to the sampler, shown to the checks."""
         return weights if self.checks is None else self.checks.noting(weights)
 
     def checking(self) -> Any:
         """Context of a push that is checked."""
         return nullcontext() if self.checks is None else self.checks.pushing()
 
-    # Texts that are scored once more -----------------------------------------------------------------------------------
+    # Texts to score once more -----------------------------------------------------------------------------------------
 
-    scores_at_once = True  # the trainer has the weights of the latest push when a batch was just generated
+    scores_at_once = True  # a batch that was just generated is scored with the weights of the latest push
 
     def keep(self, batch: dict[str, Any]) -> None:
         """Let the checks score completions of a batch once more."""
@@ -165,7 +164,7 @@ class Pushes:
 
     @property
     def samples_unchanged(self) -> bool:
-        """True if log-probabilities of sampled tokens are those of the model, without temperature and options of sampling."""
+        """True if neither temperature nor options of sampling change the log-probabilities."""
         args = self.trainer.args
         return not self.doubt and self.trainer.temperature == 1.0 and not distorting_options(args)
 
@@ -175,7 +174,7 @@ class Pushes:
 
 
 class PushesToVLLM(Pushes):
-    """Pushes of a trainer that generates with `vllm_generation`, whose `sync_weights` is replaced."""
+    """Pushes of a trainer that generates with `vllm_generation`, replacing `sync_weights`."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -190,7 +189,7 @@ class PushesToVLLM(Pushes):
     def push(self, *args: Any, **kwargs: Any) -> None:
         """Push weights with TRL's `sync_weights`, or through vLLM's reload where that fails."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
-        trainer.rollout_step = trainer.state.global_step  # a sampler with older weights sets it while they are pushed
+        trainer.rollout_step = trainer.state.global_step  # a sampler with older weights sets it during the push
         with (
             self.checking(),
             self.leaving_base_alone(generation.model),
@@ -200,12 +199,12 @@ class PushesToVLLM(Pushes):
             forget_images(generation)
 
     def _sent(self, weights: Weights) -> Weights:
-        """Weights that are left for TRL to send."""
+        """Weights that TRL still has to send."""
         generation, noted = self.trainer.vllm_generation, self.noting(weights)
         return _reload(generation, noted) if needs_reload(generation) else noted
 
     @property
-    def scores_at_once(self) -> bool:  # type: ignore[override]  # a sleeping engine has no weights after it has generated
+    def scores_at_once(self) -> bool:  # type: ignore[override]  # a sleeping engine drops its weights when done
         return self.engine is None or not self.engine.enable_sleep_mode
 
     def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:

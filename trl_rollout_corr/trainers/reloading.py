@@ -1,6 +1,6 @@
 """
 New weights for a vLLM engine through its own reload, packed for its kernels on a CPU. It also runs
-in the process of a server, which may not have TRL.
+in the process of a server, where TRL may not be installed.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ import torch
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     Push weights, by their names in the checkpoint, through the reload of an engine, and clear its
-    prefix cache. An engine that quantises weights makes their scales again.
+    prefix cache. An engine that quantises weights computes their scales again.
 
-    vLLM keeps the parts of a fused or padded tensor until it has all of them, which may be after
-    the last weight: a gathered shard is then released. So each weight is copied.
+    vLLM keeps the parts of a fused or padded tensor until they are complete, which may be after the
+    last weight, when a gathered shard is already released. So each weight is copied.
     """
     copies = ((name, weight.detach().clone()) for name, weight in weights)
     with torch.no_grad():
@@ -30,8 +30,8 @@ def reload(worker: Any, **weights: Any) -> None:
     `weights` go to its `reload_weights`.
 
     vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two
-    exceptions. Experts are packed at the first load only. A head that is tied to the embedding has
-    no weights of its own in a checkpoint, so it would keep the packed weights of the first load.
+    exceptions. Experts are packed at the first load only. A checkpoint stores no weights for a head
+    tied to the embedding, so the head would keep the packed weights of the first load.
     """
     model = worker.get_model()
     on_cpu = next(model.parameters()).device.type == "cpu"

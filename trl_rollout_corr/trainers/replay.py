@@ -14,7 +14,7 @@ from .forward_pass import ForwardPass
 
 
 class Replay:
-    """A trainer that makes no choice of the sampler again. [`~trl_rollout_corr.tools.replay.choices.Replays`] does."""
+    """A trainer without replay; [`~trl_rollout_corr.tools.replay.choices.Replays`] replays."""
 
     experts: Any = None
     kept_tokens: Any = None
@@ -25,19 +25,19 @@ class Replay:
     def place(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
     ) -> dict[str, torch.Tensor]:
-        """Columns for a padded batch of prompts and completions that was just generated, both tensors `(B, S)`."""
+        """Columns for a padded batch that was just generated. Tokens and mask are `(B, S)`."""
         return {}
 
     def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
-        """Check the columns of a batch that was just generated. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss."""
+        """Check the columns of a new batch. `loss_mask`, `(B, T)`, marks tokens of the loss."""
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
-        """Columns for sequence `i` of a batch by itself and without padding."""
+        """Columns for sequence `i` of a batch, alone and without padding."""
         return {}
 
     def forward(self, under_way: ForwardPass, forward: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-        """TRL's method of the forward pass, `forward`, with the choices that the pass under way makes again."""
+        """Run TRL's `forward` with the choices that the current pass makes again."""
         return forward(*args, **kwargs)
 
     def end(self) -> None:
-        """Let go of the choices, after a training step."""
+        """Release the choices after a training step."""

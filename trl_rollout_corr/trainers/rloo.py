@@ -23,13 +23,13 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, ReadByTrainer, RLOOCon
     """
     Configuration class for the [`RolloutCorrectedRLOOTrainer`].
 
-    It has all parameters of [`~trl.RLOOConfig`] and of [`RolloutCorrectionConfig`].
+    It takes all parameters of [`~trl.RLOOConfig`] and of [`RolloutCorrectionConfig`].
     """
 
     _checks_of_trainer = CHECKS_OF_RLOO
 
     def _of_trl(self) -> dict[str, Any]:
-        return {}  # TRL has no correction for RLOO
+        return {}  # TRL does not correct RLOO
 
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
@@ -38,7 +38,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, ReadByTrainer, RLOOCon
 
 
 class RolloutAsOld(OldPass):
-    """Old pass of bypass mode: returns the sampler's log-probabilities."""
+    """Old pass of bypass mode, which returns the sampler's log-probabilities."""
 
     def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> tuple:
         outputs = super().__call__(forward, *args, **kwargs)
@@ -56,12 +56,12 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`]
     as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
-    it has the same losses and gradients as `RLOOTrainer`, bit for bit.
+    losses and gradients equal those of `RLOOTrainer`, bit for bit.
 
-    What differs from TRL is listed in [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`].
+    [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`] lists the differences from TRL.
 
-    RLOO has one ratio per completion. Weights and rejection therefore act on the gradient of each
-    token. They do not change the value of the clipped ratio, and the logged loss does not contain
+    RLOO uses one ratio per completion. Weights and rejection therefore act on the gradient of each
+    token. They do not change the value of the clipped ratio, and the logged loss does not show
     them.
 
     With `beta > 0`, RLOO subtracts the KL divergence to the reference from the reward, before it
@@ -101,14 +101,14 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     def _new_old_pass(self) -> OldPass | None:
         if not self._settings.changes_loss:
-            return OldPass()  # TRL runs it in any case, and returns only its sum over tokens
+            return OldPass()  # TRL runs it anyway, and returns only the sum over tokens
         return RolloutAsOld(self._answer_old_pass) if self._settings.bypass_mode else super()._new_old_pass()
 
     def _answer_old_pass(self, input_ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         answer = super()._answer_old_pass(input_ids, logits_to_keep)
         if not self._settings.bypass_mode:
             return answer
-        assert isinstance(self._pass, Scoring)  # an old pass is answered only while TRL scores a batch
+        assert isinstance(self._pass, Scoring)  # TRL runs its old pass only while it scores a batch
         return self._pass.generation.rollout_logps(answer)
 
     def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,5 +128,5 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
         inputs["old_logps"] = (anchor * self._loss_mask(inputs)).sum(1)
         # a completion without gradient must not add a constant to the logged loss
         inputs["advantages"] = inputs["advantages"] * coefficients.any(1)
-        # value log pi, gradient c * grad log pi: clipping uses the unweighted ratio
+        # the value is log pi, the gradient c * grad log pi, so clipping uses the unweighted ratio
         return logps.detach() + coefficients * (logps - logps.detach())

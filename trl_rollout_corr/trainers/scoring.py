@@ -1,4 +1,4 @@
-"""Sequences of a batch that are scored by themselves, outside of TRL's loss. `B` completions, `T` completion tokens."""
+"""Sequences of a batch scored alone, outside TRL's loss. `B` completions, `T` completion tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def sequences_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
 
 
 def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int = AGAIN) -> torch.Tensor:
-    """Log-probabilities `(B, T)` in nats of the first sequences of a batch, one by one without padding; else NaN."""
+    """Log-probabilities, `(B, T)` in nats, of the first sequences without padding; else NaN."""
     logps = torch.full(batch["completion_ids"].shape, torch.nan, device=batch["completion_ids"].device)
     devices = [logps.device] if logps.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):

@@ -22,8 +22,7 @@ from ..settings.resolve import Settings
 
 # Options of vLLM that leave only some tokens to draw from
 TRUNCATION = ("top_p", "top_k", "min_p")
-# Options of vLLM that change the distribution that tokens are drawn from, but not the one that the
-# trainer computes
+# Options of vLLM that change the distribution of the sampler, but not of the trainer
 _DISTORTING = (
     *TRUNCATION,
     "repetition_penalty",
@@ -39,17 +38,17 @@ _DISTORTING = (
 )
 # vLLM samples greedily at 0, and raises lower temperatures to this one
 _LOWEST_TEMPERATURE = 0.01
-_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # for the others: None, 0 and empty
+_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # the others are off at None, 0 and empty
 
 
 class ReadByTrainer:
-    """A configuration that says so if the trainer that trains with it is TRL's own, which ignores the settings."""
+    """A configuration that warns if TRL's own trainer uses it, which ignores the settings."""
 
-    _is_read = False  # a trainer of this package has read the settings
+    _is_read = False  # True once a trainer of this package read the settings
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:
-        # Of the methods of a configuration, this is the one that Transformers calls when training
-        # begins, and only then
+        # This is the method of a configuration that Transformers calls when training begins, and
+        # only then
         if not self._is_read:
             warn(
                 "The settings of rollout correction have no effect, because no trainer of this package has read them: a "
@@ -57,7 +56,7 @@ class ReadByTrainer:
                 "with a class of this package, such as `RolloutCorrectedGRPOTrainer`.",
                 "rollout_correction",
             )
-            self._is_read = True  # said once
+            self._is_read = True  # warn once
         return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
 
 
@@ -74,7 +73,7 @@ def check_loss_type(config: Any, _: Settings | None = None) -> None:
 
 
 def check_weights_of_loss(config: Any, settings: Settings) -> None:
-    """Refuse a loss with importance weights of its own."""
+    """Refuse a loss that applies its own importance weights."""
     if settings.changes_loss and config.loss_type == "vespo":
         raise ValueError(
             "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
@@ -84,7 +83,7 @@ def check_weights_of_loss(config: Any, settings: Settings) -> None:
 
 
 def check_reinforce(config: Any, settings: Settings) -> None:
-    """Refuse losses that break the ratio of 1 of `rollout_loss_type="reinforce"`."""
+    """Refuse losses that break the ratio of 1 in `rollout_loss_type="reinforce"`."""
     if not settings.changes_loss or settings.mode != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
@@ -146,7 +145,7 @@ def warn_about_iterations(config: Any, settings: Settings) -> None:
 
 
 def check_batch_normalization(config: Any, settings: Settings) -> None:
-    """Refuse batch normalisation over a micro-batch of one sequence, which would set its weight to 1; of one turn, warn."""
+    """Refuse batch normalisation over one sequence, whose weight would be 1. Warn for a turn."""
     if not settings.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
         return
     message = (
@@ -178,7 +177,7 @@ def check_temperature(config: Any, _: Settings) -> None:
 
 
 def check_shared_process(config: Any, _: Settings) -> None:
-    """Refuse what breaks the trainer in the process that it shares with vLLM. If that is not certain, warn."""
+    """Refuse what breaks the trainer in the process shared with vLLM, or warn where it may."""
     if not config.use_vllm or config.vllm_mode != "colocate":
         return
     if config.vllm_model_impl == "transformers":
@@ -218,7 +217,7 @@ def warn_about_engine_kwargs(config: Any, settings: Settings) -> None:
     """Warn about arguments of an engine that TRL does not build."""
     if not getattr(config, "use_vllm", True):
         reason = "`use_vllm` is False"
-    elif getattr(config, "vllm_mode", "server") == "server":  # an asynchronous run always has a server
+    elif getattr(config, "vllm_mode", "server") == "server":  # an asynchronous run always uses a server
         reason = "a server has the arguments that it was started with, so give them to `vllm serve`"
     else:
         return
@@ -227,7 +226,7 @@ def warn_about_engine_kwargs(config: Any, settings: Settings) -> None:
 
 
 def warn_about_distortion(config: Any, settings: Settings) -> None:
-    """Warn about options of vLLM that change the distribution of the sampler but not the distribution of the trainer."""
+    """Warn about options of vLLM that change the distribution of the sampler alone."""
     if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
         return
     changed = distorting_options(config)
@@ -261,11 +260,11 @@ def truncation(config: Any) -> dict[str, object]:
 
 
 def neutral(name: str) -> float:
-    """Value of an option of sampling with which the distribution does not change."""
+    """Value at which an option of sampling does not change the distribution."""
     return _NEUTRAL.get(name, (0.0,))[0]
 
 
-# In the order in which a user learns of them: what is refused comes first
+# In the order in which a user learns of them: refusals come first
 Check = Callable[[Any, Settings], None]
 _OF_SAMPLING: list[Check] = [
     check_shared_process,

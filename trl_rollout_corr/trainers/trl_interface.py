@@ -2,10 +2,9 @@
 Methods of TRL that this package overrides or calls, checked before training.
 
 Most of them are private in TRL or change without notice. If one is gone, training could go on
-without correction: the trainers refuse to start, and name the change. Additional parameters at the
-end do no harm. Changes inside a method are found at the first step
-([`~trl_rollout_corr.trainers.gradient_check.GradientCheck`]). `tests/test_contract.py` has
-attributes and keys.
+without correction, so the trainers refuse to start, and name the change. Additional parameters at
+the end do no harm. [`~trl_rollout_corr.trainers.gradient_check.GradientCheck`] finds changes inside
+a method at the first step. `tests/test_contract.py` lists attributes and keys.
 """
 
 import inspect
@@ -57,7 +56,7 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
     parameters = list(inspect.signature(method).parameters.values())
     names = [parameter.name for parameter in parameters]
     for i, parameter in enumerate(parameters):
-        if parameter.kind is parameter.VAR_POSITIONAL:  # takes all parameters
+        if parameter.kind is parameter.VAR_POSITIONAL:  # it takes all parameters
             names[i:] = expected[i:]
             break
     if names[: len(expected)] != expected:
@@ -68,7 +67,7 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
 def refusal(trainers: Iterable[type], methods: dict[str, list[str]] | None = None) -> str | None:
     """
     Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. `methods`
-    are those of a trainer that is not in `METHODS`.
+    lists the methods of a trainer outside `METHODS`.
     """
     installed = version("trl")
     outside = outside_window(release(), installed)
@@ -99,7 +98,7 @@ _told: set[str] = set()  # one warning per process
 
 
 def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> None:
-    """Refuse a TRL that is not supported or that has changed a method in use, and warn about a release that was not tested."""
+    """Refuse a TRL that is unsupported or changed a method in use. Warn about an untested one."""
     problem = refusal([trainer], methods)
     if problem:
         raise ImportError(problem)
@@ -120,7 +119,7 @@ def definer(trainer: type, method: str, after: type | None = None) -> type:
 
 
 def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss") -> None:
-    """Refuse trainers whose loss is not TRL's: the mixin corrects the loss of the classes after it."""
+    """Refuse trainers with another loss than TRL's, which the mixin would not correct."""
     owner = definer(trainer, method, after=mixin)
     if owner is not trl_class:
         raise TypeError(
@@ -142,7 +141,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def with_parameters_of(theirs: F) -> Callable[[Callable[..., None]], F]:
-    """Decorate a constructor that passes its arguments on, so that `inspect.signature`, `help` and editors show TRL's."""
+    """Make `help` and editors show TRL's arguments for a constructor that passes them on."""
 
     def decorate(ours: Any) -> F:
         ours.__signature__ = inspect.signature(theirs)

@@ -15,8 +15,8 @@ from ..messages import warn
 from ..settings.resolve import Settings
 
 
-# Minor releases of TRL that were run, each with the newest vLLM for CPUs that TRL allows. The
-# Makefile and the tests of documents and of CI read this table.
+# Tested minor releases of TRL, each with the newest vLLM for CPUs that TRL allows. The Makefile and
+# the tests of documents and of CI read this table.
 TESTED_VLLM = {
     "1.12": "0.27.1",
     "1.13": "0.28.0",
@@ -26,7 +26,7 @@ TESTED_VLLM = {
 }
 OLDEST, NEWEST_TESTED = next(iter(TESTED_VLLM)), next(reversed(TESTED_VLLM))
 FIRST_UNSUPPORTED = "2"
-# Advice of messages about a TRL that is not one of them
+# Advice in messages about a TRL outside this table
 TESTED = "the tested releases: `pip install --constraint constraints.txt .` in a clone of trl-rollout-corr"
 
 
@@ -39,7 +39,7 @@ INSTALLED = release()
 
 
 def outside_window(trl: Version, named: str) -> str | None:
-    """Error message about a release of TRL that is too old or too new; `None` if it is neither."""
+    """Error message about a release of TRL that is too old or too new; `None` otherwise."""
     if Version(OLDEST) <= trl < Version(FIRST_UNSUPPORTED):
         return None
     works = f"trl-rollout-corr works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {named}."
@@ -50,13 +50,13 @@ def outside_window(trl: Version, named: str) -> str | None:
 
 
 def is_untested(trl: Version) -> bool:
-    """True if a release of TRL is newer than those that this package was tested with."""
+    """True if a release of TRL is newer than the tested ones."""
     return trl.release[:2] > Version(NEWEST_TESTED).release
 
 
 # TRL's own correction, which changes from release to release ----------------------------------------------------------
 
-_OF_TRL = "vllm_importance_sampling_"  # how the fields of TRL's own correction begin
+_OF_TRL = "vllm_importance_sampling_"  # prefix of the fields of TRL's own correction
 _SWITCH = f"{_OF_TRL}correction"
 
 
@@ -64,7 +64,7 @@ _SWITCH = f"{_OF_TRL}correction"
 def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
     """
     Switch TRL's own correction off while a trainer of TRL reads its configuration, unless
-    `rollout_correction` is `"trl"`. Warns about fields of it that the user has set.
+    `rollout_correction` is `"trl"`. Warns about its fields if the user set them.
     """
     if settings.by_trl:
         yield
@@ -91,7 +91,7 @@ def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
 
 
 def refuse_weights(batch: Mapping[str, Any]) -> None:
-    """Refuse importance weights of TRL, whose correction is switched off."""
+    """Refuse importance weights from TRL, because its correction is switched off."""
     weights = [key for key in batch if key.startswith("importance_sampling")]
     if weights:
         raise RuntimeError(
@@ -102,7 +102,7 @@ def refuse_weights(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_fused_loss(trainer: type, config: Any) -> None:
-    """Refuse Liger's loss for GRPO of TRL 1.12 and 1.13: one kernel, which computes no log-probabilities."""
+    """Refuse Liger's GRPO loss of TRL 1.12 and 1.13, which computes no log-probabilities."""
     if config.use_liger_kernel and hasattr(trainer, "compute_liger_loss"):
         raise ValueError(
             f"`use_liger_kernel` is True: trl {INSTALLED} then computes the loss of GRPO in one kernel, which rollout "

@@ -2,7 +2,7 @@
 vLLM as the sampler: the log-probability of each sampled token.
 
 [`watch_sampler`] changes one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL
-has built it.
+built it.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ..messages import warn
 
 
 def read_configuration(url: str) -> dict[str, Any]:
-    """Resolved configuration of a vLLM server, which it tells with `VLLM_SERVER_DEV_MODE=1`."""
+    """Resolved configuration of a vLLM server, which it shows under `VLLM_SERVER_DEV_MODE=1`."""
     response = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=60)
     if response.status_code == 404:
         raise RuntimeError(
@@ -29,7 +29,7 @@ def read_configuration(url: str) -> dict[str, Any]:
 
 
 def check_server_logprobs(mode: str, temperature: float) -> None:
-    """Refuse a server that does not return log-probabilities after temperature; at a temperature of 1, warn."""
+    """Refuse a server whose log-probabilities ignore the temperature. At 1, only warn."""
     if mode == "processed_logprobs":
         return
     message = (
@@ -49,11 +49,10 @@ IMAGES = ("pixel_values", "num_images", "image_grid_thw")
 
 def warn_about_images(read: list[int], own: list[int]) -> None:
     """
-    Warn about a prompt with an image of which vLLM has read other tokens than the trainer has.
+    Warn about a prompt with an image that vLLM and the trainer read as different tokens.
 
-    vLLM puts the tokens of an image in place of one token. TRL until 1.16 gives it prompts in which
-    they are already there, so that they are there twice:
-    https://github.com/huggingface/trl/issues/6294
+    vLLM replaces one token by the tokens of an image. TRL until 1.16 passes prompts that already
+    contain them, so that vLLM reads them twice: https://github.com/huggingface/trl/issues/6294
     """
     warn(
         f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: the model trains on "
@@ -70,12 +69,11 @@ def watch_sampler(
     kept_tokens: Any,
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation and the prompts that vLLM has read, by
-    completion. With `kept_tokens`, vLLM returns candidates, and the log-probabilities are read from
-    them.
+    Call `keep` with the log-probabilities of each generation and the prompts that vLLM read, by
+    completion. With `kept_tokens`, vLLM returns candidates that contain the log-probabilities.
     """
     if kept_tokens is None:
-        generation.logprobs = 0  # of the sampled token alone
+        generation.logprobs = 0  # only of the sampled token
     generate = generation.generate
 
     @wraps(generate)

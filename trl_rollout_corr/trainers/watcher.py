@@ -1,4 +1,4 @@
-"""The tools that observe a trainer, as the trainer knows them: a monitor, a diagnosis, a dump."""
+"""The interface of the tools that observe a trainer: a monitor, a diagnosis, a dump."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
@@ -30,12 +30,12 @@ class Watcher(TrainerCallback):
 
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
         """
-        Training begins, perhaps from a checkpoint (a path, or True for the latest). `everywhere` is
-        True if every rank has a watcher that reads the sums of steps, which are gathered.
+        See training begin, perhaps from a checkpoint (a path, or True for the latest). `everywhere`
+        is True if a watcher on every rank reads the sums of steps, which are gathered.
         """
 
     def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
-        """A batch was corrected: once in decoupled mode, and at every visit in bypass mode."""
+        """See a corrected batch: once in decoupled mode, at every visit in bypass mode."""
 
 
 def watchers_among(callbacks: Iterable[Any]) -> list[Watcher]:
