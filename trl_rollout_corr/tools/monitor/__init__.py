@@ -1,1 +1,1 @@
-"""Rules about logged metrics, and their findings. No torch here."""
+"""Rules about logged metrics, and their findings. Only the callback imports torch."""

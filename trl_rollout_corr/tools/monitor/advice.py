@@ -1,4 +1,4 @@
-"""The correction to set for a gap, which depends on the mode of a run, on its trainer and on the age of its completions."""
+"""The correction to set for a gap, given the mode of a run, its trainer and the age of its data."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,14 +9,14 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 
 
-# The preset to set for a gap, by mode: one without bounds that must be fitted to the run
+# The preset to set for a gap, by mode. None of them needs bounds fitted to the run
 ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_dppo_tv"}
-# Optimizer steps from which on weights are stale. Corrections were judged from 3 on; younger
-# weights, of which nothing was measured, count as fresh
+# Age in optimizer steps from which weights count as stale. We compared corrections from an age of 3
+# on. Nothing was measured for younger weights, which count as fresh
 STALE = 3
 STALE_WEIGHTS = f"stale weights ({STALE} steps old or more)"
-# In place of `auto` where weights are fresh (`docs/choosing.md`): token weights, of TRL if the
-# trainer has them
+# With fresh weights, token weights replace `auto` (`docs/choosing.md`): TRL's own if the trainer
+# offers them
 MODE, _SWITCH = "vllm_importance_sampling_mode", "vllm_importance_sampling_correction"
 _OF_TRL = {"rollout_correction": "trl", MODE: "token_truncate"}
 _OURS = {"rollout_correction": "decoupled_token_is"}
@@ -25,7 +25,9 @@ _REFUSED = ("rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_
 
 
 class Correction(NamedTuple):
-    """Settings to set, and fields to remove beside them. Both are empty if the run has the correction."""
+    """
+    Settings to set, and fields to remove with them. Both are empty if the run already corrects so.
+    """
 
     settings: Mapping[str, object]
     remove: tuple[str, ...] = ()
@@ -34,22 +36,22 @@ class Correction(NamedTuple):
 class Advice(NamedTuple):
     """The correction to set for a gap."""
 
-    best: Correction  # if the age is not known, for stale weights
-    fresh: Correction | None = None  # with fresh weights, if the age is not known
+    best: Correction  # for stale weights if the age is unknown
+    fresh: Correction | None = None  # for fresh weights if the age is unknown
 
 
 def advise(settings: Settings | None, age: float | None, fields: Mapping[str, Any]) -> Advice:
     """
-    The correction to set for a gap in a run with these settings, whose oldest completion has the
-    `age` in optimizer steps; `None` if one is not known. `fields` are those of TRL, by name, as
-    far as they are known.
+    The correction to set for a gap in a run with these `settings`. `age` is the age of its oldest
+    completion in optimizer steps. Both are `None` if unknown. `fields` are the known fields of TRL,
+    by name.
     """
     bypasses = settings is not None and settings.bypass_mode and not settings.by_trl
     stale = {"rollout_correction": ADVISED[settings.mode if settings is not None and bypasses else "decoupled"]}
     for_fresh = _for_fresh(settings, fields)
     if for_fresh is None or is_stale(age, fields):
         return Advice(_missing(stale, settings))
-    # a sampler of one's own counts as fresh unless it reports its weights
+    # the user's own sampler counts as fresh unless it reports the step of its weights
     if age is None or fields.get("use_vllm") is False:
         return Advice(_missing(stale, settings), _missing(for_fresh, settings))
     return Advice(_missing(for_fresh, settings))
@@ -73,12 +75,14 @@ def _reused(fields: Mapping[str, Any]) -> float:
 
 
 def known_age(oldest: float | None, step: int) -> float | None:
-    """Age of the oldest completion up to an optimizer step; `None` if it is not known. In step 1, all weights are fresh."""
+    """
+    Age of the oldest completion up to a step; `None` if unknown. All weights are fresh in step 1.
+    """
     return None if oldest is None or (oldest < 1 and step <= 1) else oldest
 
 
 def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str, object] | None:
-    """What to set with fresh weights; `None` where it is the same as with stale ones."""
+    """Settings for fresh weights; `None` where stale weights need the same ones."""
     asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
     if asynchronous:
         return None
@@ -89,7 +93,7 @@ def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str
 
 
 def _missing(advised: Mapping[str, object], run: Settings | None) -> Correction:
-    """What a run lacks of a correction."""
+    """The part of a correction that a run lacks."""
     if run is None:
         return Correction(advised)
     if run.corrects and _has(advised, run):
@@ -102,12 +106,12 @@ def _has(advised: Mapping[str, object], run: Settings) -> bool:
     name = str(advised["rollout_correction"])
     if name in ADVISED.values():
         return has_preset(run, name)
-    # each token has a weight that is truncated, at whatever cap
+    # each token gets a truncated weight, at whatever cap
     return not run.bypass_mode and not run.criteria and run.bounding is not None and run.bounding.grows
 
 
 def has_preset(run: Settings, name: str) -> bool:
-    """Whether weights, rejection and mode of a run are as in a preset."""
+    """True if weights, rejection and mode of a run are as in a preset."""
     preset = _settings_of(name)
     return all(getattr(run, x) == getattr(preset, x) for x in ("mode", "bounding", "criteria"))
 
@@ -132,12 +136,12 @@ def in_words(advice: Advice, run: Settings | None) -> str:
 
 
 def with_fresh(correction: Correction, run: Settings | None) -> str:
-    """What to do with weights that are not stale, after a part of the sentence about stale ones."""
+    """Advice for weights that are not stale, to follow a clause about stale weights."""
     return f"with fresher ones, {to_set(correction, run) if correction.settings else 'the correction of the run is right'}"
 
 
 def to_set(correction: Correction, run: Settings | None) -> str:
-    """What to set, and to remove, as the end of a sentence."""
+    """Settings to set, and fields to remove, as the end of a sentence."""
     of_run = None if run is None else run.rollout_correction
     pairs = [
         f"`{name}` to {str(value).lower()}"

@@ -1,7 +1,7 @@
 """Healthy bands of metrics, for charts and documents."""
 
-# Root mean square of the log-ratio, in nats, below which a correction of tokens changes nothing
-# (`benchmarks/exact`). The rounding of bfloat16 is larger in most models.
+# Root mean square of the log-ratio, in nats, below which a correction per token changes nothing
+# (`benchmarks/exact`). Rounding to bfloat16 causes more in most models.
 NEGLIGIBLE = 0.004
 
 # Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
@@ -22,7 +22,7 @@ HEALTHY: dict[str, tuple[float | None, float | None]] = {
 
 
 def in_words(name: str) -> str:
-    """The healthy band of a metric, as documents and reports write it: "below 0.3". Empty if it has none."""
+    """The healthy band of a metric in words, such as "below 0.3"; empty without a band."""
     low, high = HEALTHY.get(name, (None, None))
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"

@@ -35,23 +35,23 @@ class RolloutCorrectionMonitor(Watcher):
     alarms do not depend on `logging_steps`. `trl-rollout-corr docs alarms` lists the rules. Each
     alarm is a message of the logger `trl_rollout_corr`: a line with the step, the observation and
     the bound; the first time also the reason and the advice. It is repeated after 10, 20, 40 and so
-    on optimizer steps while it lasts. The same goes to W&B and trackio as an alert, if the run
-    reports there. The number of bounds that raised an alarm since the last log is logged as
+    on optimizer steps while it lasts. W&B and trackio receive it as an alert, if the run reports
+    there. The number of bounds that raised an alarm since the last log is logged as
     `rollout_corr/monitor/alarms`.
 
-    The trainers add a monitor by themselves, as `rollout_monitor` says. One that is passed to them
-    takes its place.
+    The trainers add a monitor by themselves, as `rollout_monitor` says. A monitor that you pass to
+    them replaces it.
 
     Args:
         action (`str`, *optional*, defaults to `"warn"`):
-            `"stop"` saves a checkpoint and ends training once the reward has fallen while an alarm
-            about the gap lasts: gradually, after a time without a fall that is twice as long, by
-            more than other prompts explain (`trl-rollout-corr docs alarms`).
+            `"stop"` saves a checkpoint and ends training once the reward falls while an alarm about
+            the gap lasts. The fall must be gradual, must follow a level period twice as long, and
+            must exceed what other prompts explain (`trl-rollout-corr docs alarms`).
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 
     Raises:
-        `ValueError`: if the action is none of these, or if `bounds` names no bound or has no
+        `ValueError`: if the action is unknown, or if `bounds` names an unknown bound or gives no
         number.
 
     Example:
@@ -69,10 +69,10 @@ class RolloutCorrectionMonitor(Watcher):
         if action not in MONITOR_ACTIONS:
             raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
         self.action = action
-        self.of_configuration = False  # or brought by the user
+        self.of_configuration = False  # or passed by the user
         self.warned = False  # about fields of the configuration
         self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
-        self.observer: Observer | None = None  # of the trainer; without one, a window is what was logged
+        self.observer: Observer | None = None  # of the trainer; without one, windows are log entries
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
 
@@ -95,7 +95,7 @@ class RolloutCorrectionMonitor(Watcher):
             self._warn_about_fields(trainer._settings)
 
     def _warn_about_fields(self, settings: Settings) -> None:
-        """Warn about fields of the configuration that a monitor of the user does not follow."""
+        """Warn about fields of the configuration that the user's own monitor ignores."""
         reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
         if settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
             warn_idle("rollout_monitor", settings.rollout_monitor, reason)
@@ -105,7 +105,7 @@ class RolloutCorrectionMonitor(Watcher):
     def _restart(self) -> None:
         self._stopping = False
         self._windows = 0
-        self._not_ours: dict[str, float] = {}  # the last metrics that were logged and are not of rollout correction
+        self._not_ours: dict[str, float] = {}  # the last logged metrics outside rollout correction
         self._alarms: set[str] = set()  # bounds that raised an alarm since the last log
         self._first_step: dict[str, int] = {}  # optimizer step at which a rule held first
         self._last_window: dict[str, int] = {}  # logging window in which a rule held last
@@ -117,7 +117,7 @@ class RolloutCorrectionMonitor(Watcher):
         self._restart()
         self._examiner.num_iterations = getattr(args, "num_iterations", 1)
         self._examiner.fields = vars(args)
-        self._examiner.restart(state.log_history, state.global_step)  # of a run that is resumed
+        self._examiner.restart(state.log_history, state.global_step)  # after resuming
 
     def on_log(
         self,
@@ -132,7 +132,7 @@ class RolloutCorrectionMonitor(Watcher):
         self._not_ours = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
         steps = [{**logs, "step": state.global_step}] if self.observer is None else self.observer.read_steps()
         self._examine(steps, args, state, control)
-        self._not_ours.pop("frac_reward_zero_std", None)  # of the steps up to here, and no later one
+        self._not_ours.pop("frac_reward_zero_std", None)  # it describes the steps up to here only
         _add(ALARMS, len(self._alarms), logs, state)
         self._alarms.clear()
 
@@ -146,7 +146,7 @@ class RolloutCorrectionMonitor(Watcher):
     def _examine(
         self, windows: list[dict[str, float]], args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Examine windows, and report what they show."""
+        """Examine windows, and report alarms."""
         for window in windows:
             self._windows += 1
             alarms = self._examiner.observe({**self._not_ours, **window})
@@ -159,7 +159,7 @@ class RolloutCorrectionMonitor(Watcher):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        # `save_strategy="best"` takes the wish to save back if it evaluates in the step that stops
+        # `save_strategy="best"` resets `should_save` if it evaluates in the step that stops
         if self._stopping:
             control.should_save = True
 
@@ -169,7 +169,10 @@ class RolloutCorrectionMonitor(Watcher):
     # Actions ----------------------------------------------------------------------------------------------------------
 
     def _act(self, alarms: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
-        """Act on an alarm that may end a run, if the reward has fallen as well. Returns a sentence about the action."""
+        """
+        Act on an alarm that may end a run, if the reward fell too. Returns a sentence about the
+        action.
+        """
         reward = self._examiner.reward
         if self.action == "warn" or not any(alarm.ends for alarm in alarms) or not reward.fell:
             return None
@@ -182,11 +185,11 @@ class RolloutCorrectionMonitor(Watcher):
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def _say(self, alarm: Alarm, acted: str | None, state: TrainerState) -> None:
-        """Speak about an alarm, unless it was said a short while ago."""
+        """Report an alarm, unless it was reported a short while ago."""
         first_step = self._first_step.setdefault(alarm.bound, alarm.step)
         self._last_window[alarm.bound] = self._windows
         if not acted and any(alarm.bound in SILENCED[bound] for bound in self._lately()):
-            return  # the same cause, and more was said about it
+            return  # the same cause, already reported in more detail
         explained = alarm.bound in self._pauses
         due, pause = self._pauses.get(alarm.bound, (self._windows, FIRST_PAUSE))
         if self._windows < due and not acted:
@@ -201,7 +204,7 @@ class RolloutCorrectionMonitor(Watcher):
             report_alert(self.reporters, title, text, critical=critical)
 
     def _lately(self) -> list[str]:
-        """Bounds that were passed a short while ago."""
+        """Bounds that were exceeded a short while ago."""
         return [bound for bound, window in self._last_window.items() if self._windows - window < FIRST_PAUSE]
 
 
@@ -212,7 +215,9 @@ def _with_details(head: str, details: list[str]) -> str:
 
 
 def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> None:
-    """Add a number to the log: to the entry that other callbacks get, and to the copy that the trainer has just kept."""
+    """
+    Add a number to the log entry that other callbacks get, and to the copy that the trainer keeps.
+    """
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
@@ -230,7 +235,10 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
 
 
 def keep_one_monitor(handler: CallbackHandler) -> RolloutCorrectionMonitor | None:
-    """Keep the last monitor of the user, or else the configuration's, in the first place, so that reporters see its alarms."""
+    """
+    Keep the user's last monitor, or else the configuration's, first, so that reporters see its
+    alarms. Returns it, or `None`.
+    """
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]
     monitor = next(iter([*reversed(brought), *monitors, None]))

@@ -1,4 +1,4 @@
-"""Conditions of rules, and numbers that rules compare in place of a metric."""
+"""Conditions of rules, and numbers that rules compare instead of a metric."""
 
 import math
 
@@ -7,7 +7,10 @@ from .windows import Window
 
 
 def without_tokens(window: Window) -> float | None:
-    """1 if no token was left in the loss, so that its statistics are NaN (in JSON perhaps null); else 0."""
+    """
+    1 if no token was left in the loss, which makes its statistics NaN (perhaps null in JSON); else
+    0.
+    """
     share = window.metrics.get(f"{PREFIX}nonfinite_fraction", 0.0)
     return float(share is None or (isinstance(share, float) and math.isnan(share)))
 
@@ -22,9 +25,9 @@ def vetoes(window: Window) -> bool:
 
 def lasting_gap(window: Window) -> float | None:
     """
-    How much more `kl` is than at the start, once the sampler has reached its full staleness. Most
-    of it comes from tokens that became unlikely for the trainer; weights bound the others. If
-    `k3_kl` is much smaller than `kl`, the mean ratio is not 1, which is another problem.
+    Growth of `kl` since the start, once the sampler is at its full staleness. Most of `kl` comes
+    from tokens that became unlikely for the trainer; weights bound the others. If `k3_kl` is much
+    smaller than `kl`, the mean ratio is not 1, which is another problem.
     """
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
@@ -32,7 +35,7 @@ def lasting_gap(window: Window) -> float | None:
     return window.course.unlearnt(kl) if k3 > kl / 2 else 0.0
 
 
-# In nats per token: more than the noise of a window where nothing is unlearnt
+# In nats per token, and above the noise of a window where nothing is unlearnt
 _UNLEARNT = 0.015
 
 
@@ -42,29 +45,38 @@ def unlearns(window: Window) -> bool:
 
 
 def gap_of_rewarded(window: Window) -> float | None:
-    """`kl` where the advantage is positive, minus the gap at the start, which the policy has not learned."""
+    """
+    `kl` where the advantage is positive, minus the gap at the start, which training did not cause.
+    """
     gap = window.get("kl_advantage_positive")
     return None if gap is None else window.course.unlearnt(gap)
 
 
 def fresh_growth(window: Window) -> float | None:
-    """`fresh_k3_kl`, divided by its smallest value after the first pushes; `None` where no completion was scored once more."""
+    """
+    `fresh_k3_kl` relative to its smallest value after the first pushes; `None` without rescoring.
+    """
     fresh = window.get("fresh_k3_kl")
     return None if fresh is None else window.course.fresh_growth(fresh)
 
 
-GROWN = 20.0  # times `fresh_k3_kl` after the first pushes; it grew by up to 13 in our healthy runs
+GROWN = 20.0  # times `fresh_k3_kl` after the first pushes; healthy runs of ours grew by up to 13
 
 
 def stands_still_or_far_apart(window: Window) -> bool:
-    """True if `fresh_k3_kl` is larger than what the sampler has moved, or has grown more than in any healthy run."""
+    """
+    True if `fresh_k3_kl` exceeds the sampler's own move, or grew more than in any healthy run.
+    """
     fresh, age, growth = window.get("fresh_k3_kl"), window.get("age_k3_kl"), fresh_growth(window)
     still = fresh is not None and age is not None and age < fresh
     return still or (growth is not None and growth > GROWN)
 
 
 def bias(window: Window) -> float | None:
-    """Difference of the mean ratio without bounds, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it."""
+    """
+    Distance of the unbounded mean ratio, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains
+    it.
+    """
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None:
         return None
@@ -73,7 +85,7 @@ def bias(window: Window) -> float | None:
 
 
 def gap_from_the_start(window: Window) -> float | None:
-    """The smallest of `k3_kl` now and in the first optimizer steps, if no weights were stale there; `None` if unknown."""
+    """Smallest `k3_kl` of now and of the first steps, if these were fresh; `None` if unknown."""
     now, first = window.get("k3_kl"), window.course.gap_of_fresh_weights
     return None if now is None or first is None else min(now, first)
 
@@ -81,8 +93,8 @@ def gap_from_the_start(window: Window) -> float | None:
 def without_advantages(window: Window) -> float | None:
     """
     1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave
-    advantages of equal rewards that are not quite 0, so TRL's share of groups without a spread
-    counts as well. `None` if neither is known.
+    advantages of equal rewards slightly off 0, so TRL's share of groups without a spread counts as
+    well. `None` if neither is known.
     """
     shares = window.get("zero_advantage_fraction"), window.metrics.get("frac_reward_zero_std")
     known = [share for share in shares if share is not None]

@@ -17,15 +17,15 @@ from .texts import fill
 from .windows import Course, Window, is_training_window
 
 
-# Metrics of the weights and of rejection, rather than of the two policies
+# Metrics of weights and rejection, not of the two policies
 _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 
 
 class Examiner:
     """
-    Applies the rules to one logging window after the other. `limits` replace those of bounds by
-    name; `None`: no bound. `settings`, `num_iterations` and `fields` of TRL are those of the run.
-    Settings that are `None` are not known.
+    Applies the rules to one logging window after the other. `limits` replaces the limits of bounds
+    by name; `None` switches a bound off. `settings`, `num_iterations` and `fields` of TRL describe
+    the run; `settings` is `None` if unknown.
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class Examiner:
         self.restart()
 
     def restart(self, history: Iterable[Mapping[str, object]] = (), step: int = 0) -> None:
-        """Forget the run so far, but for the beginning of the log of a run that goes on after an optimizer step."""
+        """
+        Forget the run so far. A run that continues after `step` keeps the beginning of its
+        `history`.
+        """
         self._course = Course()
         self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].remembers) for name in self._limits}
         for entry in filter(is_training_window, history):
@@ -97,7 +100,7 @@ def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
     """Limits by name of a bound, with `None` for a bound that is off; also from JSON."""
     field = "rollout_monitor_bounds"
-    if isinstance(bounds, str):  # of a command line
+    if isinstance(bounds, str):  # from a command line
         with suppress(json.JSONDecodeError):
             bounds = json.loads(bounds)
     if bounds is None:
@@ -115,7 +118,9 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
 
 
 def is_small(history: Iterable[Mapping[str, object]]) -> bool:
-    """True if a log has gaps, and all of them are within the limit of a corrected run: more than the silence of its rules."""
+    """
+    True if a log shows gaps, all within the limit of a corrected run. Silent rules prove less.
+    """
     gaps = [Window(entry, None).get("k3_kl") for entry in history if is_training_window(entry)]
     known = [gap for gap in gaps if gap is not None]
     return bool(known) and max(known) <= BOUNDS["k3_corrected"].limit
@@ -142,11 +147,11 @@ def examine(
         history (`Iterable[Mapping]`):
             Entries of `trainer.state.log_history`, each with a `step`.
         settings ([`~trl_rollout_corr.settings.resolve.Settings`], *optional*):
-            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` are used. Without
-            them it is not known whether the run corrects: then `k3_high`, `k3_uncorrected`,
-            `gap_stays` and `gap_clipped` are silent.
+            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` apply. Without them
+            nobody knows whether the run corrects, so `k3_high`, `k3_uncorrected`, `gap_stays` and
+            `gap_clipped` stay silent.
         num_iterations (`int`, *optional*, defaults to `1`):
-            How often the run trains on a batch, as TRL's field of this name says.
+            How often the run trains on a batch: TRL's field of this name.
         fields (`Mapping[str, Any]`, *optional*):
             Fields of the configuration by name, such as `vars(args)`. The advice depends on them:
             TRL corrects only GRPO, and only with vLLM.

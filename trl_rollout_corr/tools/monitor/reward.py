@@ -1,4 +1,4 @@
-"""A fall of the mean reward that other prompts do not explain."""
+"""A fall of the mean reward that a change of prompts does not explain."""
 
 import math
 from itertools import pairwise
@@ -6,17 +6,17 @@ from itertools import pairwise
 
 class Reward:
     """
-    Whether the mean reward has fallen, from the mean reward of each logging window.
+    Detector of a fall of the mean reward, from the mean reward of each logging window.
 
-    A run whose prompts become harder loses reward, too. So a fall counts only if harder prompts
-    would not look like it:
+    A run with ever harder prompts loses reward, too. So a fall counts only if harder prompts would
+    look different:
 
-    - The reward was level before, for twice as long as the fall takes. A data set that is ordered
-      from easy to hard has no such time.
-    - It falls over several spans. Where other prompts begin, the reward jumps.
+    - The reward was level before, for twice as long as the fall takes. A data set ordered from easy
+      to hard shows no such period.
+    - It falls over several spans, whereas a change of prompts makes the reward jump.
     - The fall is far larger than the scatter between steps, and than the scatter between spans of
       the run so far.
-    - The fall is a quarter of the level before, and of what the run has gained.
+    - The fall is at least a quarter of the level before, and of what the run gained.
 
     The run is compared in spans of 5 windows, of 8, of 12, and so on: 8 spans before the fall, and
     4 spans of it.
@@ -31,8 +31,8 @@ class Reward:
 
     def __init__(self) -> None:
         self.before = self.after = math.nan  # mean reward before the latest fall, and in its last spans
-        self.fell = False  # and has not come back since
-        self._width = 0  # windows of the span in which it fell
+        self.fell = False  # and did not recover since
+        self._width = 0  # windows of the span where it fell
         self._sums = [0.0]  # of all rewards so far, by their number
         self._squares = [0.0]  # of the differences between one reward and the next
         self._last: float | None = None
@@ -51,16 +51,18 @@ class Reward:
             width = math.ceil(1.5 * width)
 
     def _mean(self, start: int, end: int) -> float:
-        """Mean reward of the windows from one number to another, counted back from the latest window."""
+        """Mean reward of the windows from `start` to `end`, counted back from the latest window."""
         now = len(self._sums) - 1
         return (self._sums[now - end] - self._sums[now - start]) / (start - end)
 
     def _spans(self, number: int, width: int, end: int = 0) -> list[float]:
-        """Mean rewards of spans in a row, of which the last one ends `end` windows before the latest window."""
+        """
+        Mean rewards of consecutive spans; the last ends `end` windows before the latest window.
+        """
         return [self._mean(end + (i + 1) * width, end + i * width) for i in reversed(range(number))]
 
     def _compare(self, width: int) -> None:
-        """Look for a fall in the latest spans of so many windows."""
+        """Look for a fall in the latest spans of `width` windows."""
         start = self.FALL * width  # of the fall
         before, after = self._mean(start + self.BEFORE * width, start), self._mean(2 * width, 0)
         size, gained = before - after, before - self._sums[self.FIRST] / self.FIRST
@@ -77,7 +79,10 @@ class Reward:
             self.fell, self.before, self.after, self._width = True, before, after, width
 
     def _scatter(self, width: int) -> float:
-        """Standard deviation of the mean of a span: from its windows, or from earlier spans if these scatter more."""
+        """
+        Standard deviation of the mean of a span, from its windows or, if larger, from earlier
+        spans.
+        """
         now = len(self._sums) - 1
         start = now - self.FALL * width  # of the fall
         earlier = self._spans(start // width, width, now - start)

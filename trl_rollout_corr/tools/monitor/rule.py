@@ -13,33 +13,34 @@ ALARMS = f"{PREFIX}monitor/alarms"  # metric: the number of bounds that raised a
 
 @dataclass(frozen=True)
 class Alarm:
-    """An alarm: something unhealthy."""
+    """An alarm about something unhealthy."""
 
     bound: str  # its name in `rollout_monitor_bounds`
     severity: str  # "critical" if something is wrong for certain, else "warning"
     key: str  # metric that was compared
     step: int  # optimizer step at which it was raised first
     last_step: int  # optimizer step at which it held last
-    value: float  # of the metric when it was raised
+    value: float  # of the metric when the alarm was raised
     seen: str  # the observation
     why: str  # what it may mean
-    advice: str  # settings to change or the place to look
-    limit: str  # that was passed: "> 0.03"
-    ends: bool  # if the reward has fallen as well, it ends a run whose monitor may stop it
+    advice: str  # settings to change, or where to look
+    limit: str  # that the metric exceeded: "> 0.03"
+    ends: bool  # it ends a run that the monitor may stop, if the reward fell as well
 
     @property
     def in_short(self) -> str:
-        """The observation, and the bound with its limit, in a line."""
+        """The observation and the bound with its limit, in one line."""
         return f"{self.seen.replace('`', '')} [{self.bound} {self.limit}]"
 
     def __str__(self) -> str:
         return f"{self.seen} {self.why} {self.advice}"
 
 
-# A window of so many optimizer steps is enough for an alarm that ends a run: three of them would be
-# longer than most falls.
+# A single window of this many optimizer steps suffices for an alarm that ends a run, because three
+# would outlast most falls.
 LONG = 10
-# A fault comes and goes if so many of the latest windows are unhealthy: every third step is
+# A fault comes and goes if `RETURNS` of the `LATEST` windows are unhealthy, such as every third
+# step
 RETURNS, LATEST = 4, 12
 
 
@@ -62,13 +63,13 @@ class Bound:
     lasting: int = 0  # passed after so many consecutive unhealthy steps (at least two windows, and at most `patience`)
     far: float = math.inf  # times the limit: a single window beyond it is enough
     returns: bool = (
-        True  # passed as well if unhealthy windows come back; False if chance makes them come back in a small batch
+        True  # also passed if unhealthy windows return; False if chance makes them return in a small batch
     )
-    ends: bool = False  # with a fall of the reward, it ends a run whose monitor may stop it
+    ends: bool = False  # it ends a run that the monitor may stop, if the reward falls
     applies: Callable[[Window], bool] = lambda window: True
-    measure: Callable[[Window], float | None] | None = None  # the number of a window in place of the metric
+    measure: Callable[[Window], float | None] | None = None  # the number of a window that replaces the metric
     confirmed: Callable[[Window], bool] = lambda window: True  # a second condition, checked when the bound is passed
-    covers: tuple[str, ...] = ()  # bounds of other rules that are silent while this one, their cause, is passed
+    covers: tuple[str, ...] = ()  # bounds of other rules that stay silent while this one, their cause, is passed
 
     @property
     def metric(self) -> str:
@@ -77,7 +78,7 @@ class Bound:
 
     @property
     def most(self) -> int:
-        """More than half of the windows that it looks at."""
+        """Number of windows that is more than half of those it looks at."""
         return self.patience // 2 + 1
 
     @property
@@ -86,7 +87,10 @@ class Bound:
         return max(self.patience, LATEST)
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
-        """True if it is passed after these windows (`True`: unhealthy, the latest last) of `spacing` optimizer steps each."""
+        """
+        True if the bound is passed after these windows (`True` is unhealthy, the latest comes
+        last), each of `spacing` optimizer steps.
+        """
         if self.ends and spacing >= max(self.lasting, LONG):
             return streak[-1]
         if self.lasting:
@@ -105,7 +109,7 @@ class Bound:
         return value < limit if self.below else value > limit
 
     def is_far(self, value: float, limit: float) -> bool:
-        """True if a single value is so far beyond the limit that no second one is needed."""
+        """True if a single value is far enough beyond the limit to need no second one."""
         return self.unhealthy(value, self.at_once(limit))
 
     def at_once(self, limit: float) -> float:

@@ -8,12 +8,15 @@ from .texts import FRESHER, LARGE, MOMENTUM, WIDEN
 
 
 def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
-    """The bounds of a rule, from their own fields and those that they share; the name is that of a bound without one."""
+    """
+    The bounds of a rule, from their own and their shared fields; a bound without a name takes the
+    rule's.
+    """
     return tuple(Bound(**{"name": name, **shared, **fields}) for fields in bounds or [{}])
 
 
-# Each is a tuple of bounds about one problem, the most serious first. While one of them is passed,
-# those after it are silent
+# Each is a tuple of bounds about one problem, the most serious first. While a bound is passed, the
+# ones after it stay silent
 RULES = [
     _rule(
         "no_tokens",
@@ -259,7 +262,7 @@ RULES = [
     ),
 ]
 BOUNDS: dict[str, Bound] = {bound.name: bound for rule in RULES for bound in rule}
-# By bound: the bounds that are silent while it is passed
+# By bound: the bounds that stay silent while it is passed
 SILENCED: dict[str, set[str]] = {
     bound.name: {*bound.covers, *(later.name for later in rule[i:])}
     for rule in RULES

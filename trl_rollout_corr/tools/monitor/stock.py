@@ -1,4 +1,4 @@
-"""The log of a trainer of TRL, without this package: its keys, and the windows that the rules read of it."""
+"""The log of TRL's own trainer, without this package: its keys, and its windows for the rules."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ LENGTH, CLIPPED = "completions/mean_length", "completions/clipped_ratio"
 
 
 def is_stock_window(entry: Mapping[str, object]) -> bool:
-    """True if a log entry of training has metrics of TRL's own correction."""
+    """True if a log entry of training shows metrics of TRL's own correction."""
     return RATIO in entry or GAP in entry
 
 
@@ -27,7 +27,7 @@ def value_of(entry: Mapping[str, object], key: str) -> float | None:
 
 
 def windows_of_stock(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Entries of a log of TRL with the metric of this package that means the same, for the rules."""
+    """Entries of TRL's log, translated to the metric of this package that means the same."""
     found = []
     for entry in history:
         if is_stock_window(entry):

@@ -1,4 +1,4 @@
-"""Sentences of rules: those that several rules share, and those that depend on how the gap arose."""
+"""Sentences that several rules share, or that depend on how the gap arose."""
 
 from collections.abc import Callable, Mapping
 from string import Formatter
@@ -17,15 +17,15 @@ WIDEN = (
 )
 MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay still change the weights."
 
-# What `k3_kl` was in the first steps of our runs, by what their engine rounds to fewer than 16 bits
+# `k3_kl` in the first steps of our runs, by what their engine rounds to fewer than 16 bits
 ROUNDED = {"": 0.002, "cache": 0.05, "weights": 0.016}
 _ROUNDED = {
     "": f"bfloat16 gave {ROUNDED['']:g}",
     "cache": f"an FP8 KV cache gave up to {ROUNDED['cache']:g}",
     "weights": f"FP8 or INT8 weights gave up to {ROUNDED['weights']:g}",
 }
-# A gap that rounding does not explain, and with which most uncorrected runs collapsed; and one with
-# which most corrected runs lost accuracy (`benchmarks/arena/alarms.json`)
+# Rounding does not explain a gap of `LARGE`, at which most uncorrected runs collapsed. At `HUGE`,
+# most corrected runs lost accuracy (`benchmarks/arena/alarms.json`)
 LARGE, HUGE = 0.1, 0.3
 _HARMLESS = "Not every run is harmed by a gap of this size."
 _COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE:g} collapsed."
@@ -62,7 +62,7 @@ _CORRECTED_HUGE = {
     "start": "{rounding}",
     "open": f"{_FEW} A single token that is far off can raise it for one step: `log_ratio_min` and `log_ratio_max` show it.",
 }
-# A gap of the first steps that rounding explains, and one that it does not
+# A gap in the first steps that rounding explains, and one that it does not
 _ROUNDING = (
     "This may be harmless, because {gave} in our measurements. `trl-rollout-corr probe` measures what it gives here."
 )
@@ -77,7 +77,7 @@ _DIAGNOSE = {
     False: "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
     True: "Read what `rollout_diagnose` says about the first step, and start the run again without this cause.",
 }
-# Answers that are cut, where most are
+# Share of truncated completions that counts as most
 CUT = 0.5
 _CUT = (
     "A share of {cut:.2g} of the completions is cut off, so the answer may be missing: raise "
@@ -101,8 +101,8 @@ _NO_TOKENS = {
 }
 
 
-# What to set about weights and bounds: with TRL's own correction, whose fields decide, with ours,
-# and if that is not known
+# Advice about weights and bounds: with TRL's own correction, whose fields decide, with ours, and if
+# that is unknown
 _TO_TOKENS = {
     "trl": "Set `vllm_importance_sampling_mode` to token_truncate{or_preset}.",
     "ours": "Set `rollout_is` to token.",
@@ -121,8 +121,7 @@ _DROPPED = {
 }
 
 
-# A mean weight of completions at the start, above which length alone does not explain that it is
-# low now
+# Mean weight of completions at the start above which length alone does not explain a low one now
 _NEAR_1 = 0.9
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios."
 _FALLS = f"Otherwise the weights shrink with length, even if nothing is wrong: {_PRODUCT}"
@@ -145,7 +144,7 @@ _BROKEN = {
 
 
 def _about_broken(window: Window) -> str:
-    """What the loss of a run does with a token without a finite log-probability."""
+    """A sentence on what the loss of a run does with a token without a finite log-probability."""
     settings = window.settings
     if settings is None:
         return _BROKEN["unknown"]
@@ -162,7 +161,9 @@ def _token_level(window: Window) -> str:
 
 
 def _dropped(window: Window) -> str:
-    """What to do if weights outside the bounds are 0; empty if no such weights act, or if `_token_level` says it."""
+    """
+    Advice if weights outside the bounds are 0; empty if none act, or if `_token_level` says it.
+    """
     mode, bounding = _mode(window), window.bounding
     if mode == "unknown":
         return _DROPPED[mode]
@@ -172,7 +173,7 @@ def _dropped(window: Window) -> str:
 
 
 def _lower_cap(window: Window) -> str:
-    """How to limit token weights; empty if the weights are of something else."""
+    """How to limit token weights; empty for other weights."""
     mode, bounding = _mode(window), window.bounding
     if mode != "unknown" and (bounding is None or bounding.level != "token"):
         return ""
@@ -181,14 +182,17 @@ def _lower_cap(window: Window) -> str:
 
 
 def _mode(window: Window) -> str:
-    """Whose fields decide about weights: `"trl"`, `"ours"`, or `"unknown"`."""
+    """The fields that decide about weights: `"trl"`, `"ours"`, or `"unknown"`."""
     if window.settings is None:
         return "unknown"
     return "trl" if window.settings.by_trl else "ours"
 
 
 def _or_preset(window: Window) -> tuple[str, str]:
-    """The preset that can take the place of TRL's weights, as the end of a sentence about what to set, and of another one."""
+    """
+    The preset that can replace TRL's weights, as the end of a sentence about settings, and of
+    another one.
+    """
     best, fresh = _advice(window)
     preset = best.settings.get("rollout_correction", "trl")
     if preset == "trl":
@@ -198,7 +202,7 @@ def _or_preset(window: Window) -> tuple[str, str]:
 
 
 def _bounds(window: Window) -> str:
-    """What to set if the bounds reject too much."""
+    """Settings to change if the bounds reject too much."""
     settings, bounding = window.settings, window.bounding
     if settings is None:
         return "widen them"
@@ -218,7 +222,10 @@ def _advice(window: Window) -> Advice:
 
 
 def origin(window: Window) -> str:
-    """`"start"` if the gap was there from the first steps, `"old"` if the sampler says that it is stale, else `"open"`."""
+    """
+    `"start"` if the gap was there from the first steps, `"old"` if the sampler is stale, else
+    `"open"`.
+    """
     if window.course.off_at_start:
         return "start"
     return "old" if (window.get("staleness_max") or 0.0) >= 1.0 else "open"
@@ -229,12 +236,12 @@ def _gap(window: Window) -> float:
 
 
 def _gave(window: Window) -> str:
-    """The gap of the first steps that we measured with an engine that rounds as this one."""
+    """The gap that we measured in the first steps with an engine that rounds like this one."""
     return _ROUNDED[window.rounds_more if window.rounds_more in _ROUNDED else ""]
 
 
 def _rounding(window: Window) -> str:
-    """Whether rounding explains a gap of the first steps."""
+    """A sentence on whether rounding explains a gap of the first steps."""
     what, gap = window.rounds_more, _gap(window)
     if what == "few bits":
         return _FEW_BITS
@@ -249,13 +256,13 @@ def _length(window: Window) -> str:
 
 
 def _fell(window: Window) -> str:
-    """Why the mean weight of completions is low."""
+    """A sentence on why the mean weight of completions is low."""
     first = window.course.weight_at_start
     return _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS
 
 
 def _grown(window: Window) -> str:
-    """What to look for where the mean weight was near 1 at the start."""
+    """Advice on where to look if the mean weight was near 1 at the start."""
     return _GROWN if (window.course.weight_at_start or 0.0) >= _NEAR_1 else ""
 
 
@@ -264,7 +271,7 @@ def _cut(window: Window) -> str:
 
 
 def _no_tokens(window: Window) -> str:
-    """Why no token is left in the loss."""
+    """A sentence on why no token is left in the loss."""
     return _NO_TOKENS["ended" if window.cut is not None and window.cut < CUT else "cut"]
 
 
@@ -307,7 +314,9 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
 
 
 def fill(text: str, window: Window, **values: object) -> str:
-    """A text of a rule with its numbers, and with the sentences for the state of the run in place of the names in braces."""
+    """
+    A text of a rule with its numbers, and with sentences about the run for the names in braces.
+    """
     named = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
     sentences = {name: _SENTENCES[name](window) for name in named & _SENTENCES.keys()}
     filled = text.format(**values, **sentences)

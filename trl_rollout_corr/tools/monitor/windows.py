@@ -14,31 +14,32 @@ from .advice import known_age
 from .reward import Reward
 
 
-# Types of a key-value cache that round no more than the model
+# Types of a key-value cache that round no more than the model does
 _PLAIN = ("auto", "bfloat16", "float16", "float32", "half", "float")
-# Of the policy that sampled and the one that trains
+# Between the policy that sampled and the policy that trains
 _GAPS = ("kl", "k3_kl", "kl_advantage_positive")
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
-    """Number of windows of `spacing` optimizer steps that cover `steps` of them, between 2 and `at_most`."""
+    """
+    Number of windows of `spacing` optimizer steps that cover `steps`, between 2 and `at_most`.
+    """
     return min(at_most, max(2, math.ceil(steps / spacing)))
 
 
 class Course:
     """
     The history of a run: its beginning, the reward, and the `spacing` of the latest window in
-    optimizer steps. It is `settled` if the sampler had reached its full staleness when the latest
-    window began: no completion in it is older than earlier ones, and as many steps as their age
-    have passed.
+    optimizer steps. It is `settled` if the sampler was at its full staleness when the latest window
+    began: no completion in it is older than earlier ones, and as many steps as their age went by.
     """
 
     BEGINNING = 3  # windows, or optimizer steps
     OFF = 0.01  # `k3_kl` that is not healthy
     RECENT, RECENT_STEPS = 7, 15  # windows, or fewer that cover these optimizer steps
-    LATEST, STAYS = 11, 0.75  # windows, and the least share of what their first half shows that the second one shows
-    SAME = 1e-5  # nats per token: `fresh_k3_kl` below is rounding
-    LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and its least size in standard errors
+    LATEST, STAYS = 11, 0.75  # windows, and the least share of the first half's value that the second half must keep
+    SAME = 1e-5  # nats per token: a smaller `fresh_k3_kl` is rounding
+    LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and the least mean in standard errors
     CHANCE = 1e-3  # probability below which chance does not explain a mean ratio
 
     def __init__(self) -> None:
@@ -46,8 +47,8 @@ class Course:
         self._step, self._oldest = 0, 0.0
         self._first = list[tuple[int, float, float]]()  # step, `kl` and `k3_kl` of the first windows
         self._weights = list[float]()  # mean weights of the first windows
-        self._fresh = list[float]()  # `k3_kl` of the first optimizer steps in which no weights are known to be stale
-        self._scored_again = list[float]()  # `fresh_k3_kl` of the first windows that have it
+        self._fresh = list[float]()  # `k3_kl` of the first optimizer steps without weights known to be stale
+        self._scored_again = list[float]()  # `fresh_k3_kl` of the first windows that log it
         self.go_on(0)
 
     def go_on(self, step: int) -> None:
@@ -80,7 +81,7 @@ class Course:
 
     @property
     def oldest(self) -> float:
-        """The largest age of completions so far, in optimizer steps; 0 where it is not known."""
+        """The largest age of completions so far, in optimizer steps; 0 where unknown."""
         return self._oldest
 
     @property
@@ -95,40 +96,43 @@ class Course:
 
     @property
     def off_at_start(self) -> bool:
-        """True if the gap was large in the first optimizer steps already, in which no sampler is stale."""
+        """
+        True if the gap was already large in the first optimizer steps, when no sampler is stale.
+        """
         first = [k3 for step, _, k3 in self._first if step <= self.BEGINNING]
         return bool(first) and min(first) > self.OFF
 
     @property
     def gap_of_fresh_weights(self) -> float | None:
-        """The smallest `k3_kl` of the first optimizer steps, in which no weights are stale; `None` if it is not known."""
+        """The smallest `k3_kl` of the first steps, when weights are fresh; `None` if unknown."""
         return min(self._fresh, default=None)
 
     def fresh_growth(self, fresh: float) -> float:
         """
-        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. These may
-        be lost as well, so a value that is no rounding is not taken for usual.
+        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. The first
+        pushes may be lost as well, so a value above rounding does not count as usual.
         """
         return fresh / max(min(*self._scored_again, fresh, self.OFF), self.SAME)
 
     def unlearnt(self, gap: float) -> float:
         """
-        How much more `kl` is than at the start; 0 if that is at most half of the start. A gap that
-        was there from the start is not learned, and the larger it is, the more it varies between
-        windows.
+        Growth of `kl` since the start; 0 if it is at most half of the start. Training did not cause
+        a gap that was there from the start, and a larger one varies more between windows.
         """
         more = gap - self.gap_at_start
         return more if more > self.gap_at_start / 2 else 0.0
 
     def rewarded_above(self, bound: float) -> bool | None:
-        """True if rewarded tokens became less likely since the start in most of the latest windows; `None` if unknown."""
+        """
+        True if rewarded tokens lost probability in most of the latest windows; `None` if unknown.
+        """
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = [*self._rewarded][-number:]
         return 2 * sum(self.unlearnt(gap) > bound for gap in latest) > number if latest else None
 
     @property
     def rewarded_stay_unlikely(self) -> bool:
-        """`False` if the gap of rewarded tokens shrinks, as it does where a policy moves fast in its first steps."""
+        """`False` if the gap of rewarded tokens shrinks, as after fast first steps of a policy."""
         latest = [
             *map(self.unlearnt, [*self._rewarded][-windows_of(self.LATEST, self.spacing, at_most=self.LATEST) :])
         ]
@@ -137,7 +141,9 @@ class Course:
 
     @property
     def lasting_excess(self) -> float:
-        """Size of the mean of `k3_kl - kl` if it was there from the first steps on and chance does not explain it, else 0."""
+        """
+        Size of the mean of `k3_kl - kl` if it began in the first steps and is not chance, else 0.
+        """
         if not self.off_at_start or len(self._excess) < self.LASTING:
             return 0.0
         mean, error = statistics.fmean(self._excess), statistics.stdev(self._excess) / math.sqrt(self.LASTING)
@@ -147,10 +153,10 @@ class Course:
     @property
     def too_likely(self) -> bool:
         """
-        True if the mean ratio of the latest windows is so far above 1 that chance does not explain
-        it. Ratios to the policy that sampled are not negative and have a mean of 1. So the product
-        of the means of some windows exceeds a number `x` with a probability of at most `1 / x`
-        (Markov's inequality), whatever the policies are.
+        True if the mean ratio of the latest windows is too far above 1 for chance. Ratios to the
+        policy that sampled are not negative, and their mean is 1. So the product of the means of
+        several windows exceeds a number `x` with a probability of at most `1 / x` (Markov's
+        inequality), whatever the policies are.
         """
         ratios = (max(1.0 + excess, 1e-9) for excess in self._excess)
         return sum(map(math.log, ratios)) > -math.log(self.CHANCE)
@@ -159,9 +165,9 @@ class Course:
 @dataclass
 class Window:
     """
-    A logging window: the log entry, keys with prefix, and the settings of the run, `None` if they
-    are not known. `reuses`: the run trains several times on a batch (`num_iterations`). `fields`
-    are those of TRL, as far as they are known.
+    A logging window: the log entry, with prefixed keys, and the settings of the run, `None` if
+    unknown. `reuses` says that the run trains several times on a batch (`num_iterations`). `fields`
+    are the known fields of TRL.
     """
 
     metrics: Mapping[str, Any]
@@ -171,7 +177,9 @@ class Window:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> float | None:
-        """A metric of rollout correction; `None` if it is missing, NaN, or in part the policy's own updates of the batch."""
+        """
+        A metric of rollout correction; `None` if missing, NaN, or mixed with updates on the batch.
+        """
         if key in _GAPS and not self.fresh:
             return None
         value = self.metrics.get(PREFIX + key)
@@ -186,29 +194,32 @@ class Window:
 
     @property
     def age(self) -> float | None:
-        """The age of the oldest completion of the run so far, in optimizer steps; `None` if it is not known."""
+        """The age of the run's oldest completion so far, in optimizer steps; `None` if unknown."""
         age = self.get("staleness_max")
         oldest = max(age or 0.0, self.course.oldest)
         return known_age(None if age is None and oldest < 1 else oldest, self.step)
 
     @property
     def fresh(self) -> bool:
-        """True if ratios are of samples that the policy has not been trained on yet."""
+        """True if the policy did not train yet on the samples of the ratios."""
         return not self.reuses or self.settings is None or not self.settings.bypass_mode
 
     @property
     def corrects(self) -> bool | None:
-        """True if the loss is corrected; `None` if the settings are not known."""
+        """True if the loss is corrected; `None` if the settings are unknown."""
         return None if self.settings is None else self.settings.corrects
 
     @property
     def bounding(self) -> Bounding | None:
-        """Level and bounds of the importance weights; `None` for no weights, and if the settings are not known."""
+        """Level and bounds of the importance weights; `None` without weights or known settings."""
         return None if self.settings is None else self.settings.bounding
 
     @property
     def rounds_more(self) -> str:
-        """What the run's own engine rounds: `"cache"` or `"weights"` to 8 bits, weights to `"few bits"`, or nothing."""
+        """
+        What the engine rounds: `"cache"` or `"weights"` to 8 bits, weights to `"few bits"`, or
+        `""`.
+        """
         engine = (self.settings.rollout_engine_kwargs if self.settings else None) or {}
         if scheme := engine.get("quantization"):
             return "weights" if "8" in str(scheme) else "few bits"
@@ -216,7 +227,7 @@ class Window:
 
     @property
     def cut(self) -> float | None:
-        """The share of completions that were cut, as TRL logged it last; `None` if it is not known."""
+        """The share of truncated completions that TRL logged last; `None` if unknown."""
         share = self.metrics.get("completions/clipped_ratio")
         if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share):
             return None
@@ -224,12 +235,12 @@ class Window:
 
     @property
     def clips(self) -> bool:
-        """True if the loss clips the ratio to the sampler, so that tokens with a large log-ratio have no gradient."""
+        """True if the loss clips the ratio to the sampler, so that far tokens get no gradient."""
         return self.settings is not None and self.settings.clips_around_sampler
 
     @property
     def of_completions(self) -> bool:
-        """True if each completion has one weight, the product of the ratios of its tokens."""
+        """True if each completion gets one weight, the product of the ratios of its tokens."""
         return self.settings is not None and self.settings.rollout_is == "sequence" and self.weights_act
 
     @property
@@ -245,5 +256,5 @@ class Window:
 
 
 def is_training_window(entry: Mapping[str, object]) -> bool:
-    """True if a log entry has metrics of rollout correction in training. Those of an evaluation have another prefix."""
+    """True if a log entry shows metrics of rollout correction in training, not of an evaluation."""
     return any(key.startswith(PREFIX) and not key.startswith(f"{PREFIX}monitor/") for key in entry)
