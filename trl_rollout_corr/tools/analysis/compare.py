@@ -1,4 +1,6 @@
-"""`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. No TRL here."""
+"""
+`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. It needs no TRL.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,7 @@ from .run import clip_range, log_of_dump
 from .spread import Spread, spread_of, suggest_bounds
 
 
-# Columns of a dump that are compared
+# Columns of a dump that `compare` reads
 _COLUMNS = (
     *(
         "step",
@@ -42,8 +44,8 @@ _COLUMNS = (
 )
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
 _REFERENCE = "disabled"
-# By the mode of the run: rejection by bounds that fit the sequences, with token weights where the
-# mode applies weights
+# Rejection by bounds that fit the sequences, by mode of the run, with token weights where the mode
+# applies weights
 _REJECTING: dict[str, str] = {
     "decoupled": "decoupled_geo_rs_token_tis",
     "ppo_clip": "bypass_ppo_clip_geo_rs",
@@ -51,7 +53,7 @@ _REJECTING: dict[str, str] = {
 }
 
 
-# Below the table
+# Printed below the table
 _EXPLAINED = (
     "ESS: effective sample size of the weights, a share of the tokens; 1 if all weights are equal, - without weights.",
     "cosine: of the angle between the gradient with and without the correction; 1 if it points the same way.",
@@ -64,20 +66,20 @@ class Comparison(NamedTuple):
 
     batch: Batch  # the sequences
     run: Settings  # in effect in the run
-    effects: list[tuple[str, Settings, Effect]]  # of each row of the table: its name and its settings
+    effects: list[tuple[str, Settings, Effect]]  # for each row of the table, with its name and settings
     left_out: int  # presets without a row
     spread: Spread  # of the log-ratio
-    notes: list[str]  # about the sequences and the run
+    notes: list[str]  # sentences about the sequences and the run
     best: Advice  # the settings to try first
-    row: str  # of the table, which has them
+    row: str  # the row of the table with these settings
     fitted: Mapping[str, object] | None  # settings with bounds that fit, as an alternative
 
 
 def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     """
     Compare the settings of a run, the presets and the settings of `files` on the sequences of a
-    dump, and return the text to print. No bounds are made if there was an alarm about the policies.
-    JSON has every preset.
+    dump, and return the text to print. An alarm about the policies suppresses fitted bounds. JSON
+    contains every preset.
     """
     dump = open_dump(path, _COLUMNS, worst=False)
     for damage in dump.damage:
@@ -117,7 +119,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
 
 
 def _fitted(spread: Spread, run: Settings) -> dict[str, Any] | None:
-    """Settings whose bounds fit the spread; `None` if the policies have almost nothing in common."""
+    """Settings with bounds that fit the spread; `None` if the policies hardly overlap."""
     lower, upper = suggest_bounds(spread)
     bounds = {"rollout_rs_threshold": [lower, upper]}
     return {"rollout_correction": _REJECTING[run.mode], **bounds} if lower else None
@@ -149,9 +151,9 @@ def _effects(
 
 def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     """
-    The presets that matter for a run: its own, the reference, the default, the one that is advised
-    in each mode, the one whose bounds are fitted, and those in the mode of the run. Of the many in
-    decoupled mode, those that only weigh or only reject.
+    The presets that matter for a run: its own, the reference, the default, the advised preset of
+    each mode, the preset with fitted bounds, and the presets in the mode of the run. In decoupled
+    mode, which offers many, only presets that either weight or reject count.
     """
     mode = run.mode
     named = {_REFERENCE, CORRECTION, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
@@ -210,7 +212,7 @@ def _marked(row: str, recommended: str) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table whose columns also stand below each other in a terminal."""
+    """A Markdown table with columns that also line up in a terminal."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     first, *others = widths
     lines = [
@@ -244,7 +246,9 @@ def _as_json(c: Comparison) -> str:
 
 
 def _finite(value: object) -> object:
-    """JSON has neither infinity, which our settings take as text, nor NaN."""
+    """
+    A value without infinity, which our settings take as text, and NaN, because JSON allows neither.
+    """
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -14,7 +14,7 @@ from ..monitor.rule import Alarm
 # Metrics of the gap between the policies. An alarm about weights or bounds does not make the
 # sequences unhealthy.
 _OF_THE_POLICIES = (f"{PREFIX}k3_kl", f"{PREFIX}kl")
-# Of the log-ratio in nats, up to which a gap is no reason for a correction where weights are fresh
+# Spread of the log-ratio in nats up to which fresh weights need no correction
 _SMALL = math.sqrt(2 * (HEALTHY["k3_kl"][1] or 0.0))
 
 
@@ -35,12 +35,12 @@ def recommend(
     run: Settings, alarms: Sequence[Alarm], spread: float, age: float | None, fields: Mapping[str, Any]
 ) -> Advice:
     """
-    Recommend settings in the mode of a run, from its alarms, `spread`, the root mean square of the
-    log-ratio in nats, the `age` of its oldest completion in optimizer steps (`None` if it is not
-    known), and its `fields` of TRL.
+    Recommend settings in the mode of a run, given its alarms, the `spread` (root mean square of the
+    log-ratio in nats), the `age` of its oldest completion in optimizer steps (`None` if unknown),
+    and its `fields` of TRL.
     """
     alarm = first_alarm(alarms)
-    if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean over all steps says nothing
+    if spread < NEGLIGIBLE and alarm is None:  # after an alarm about the gap, a small mean proves nothing
         return Advice(
             {}, f"The root mean square of the log-ratio is {spread:.2g} nats. A correction would change nothing."
         )
@@ -64,7 +64,7 @@ def recommend(
 
 
 def _of_the_run(run: Settings, preset: str) -> str:
-    """What a run has already."""
+    """A clause that says that the run already uses a preset."""
     if has_preset(run, preset):
         return f"The run uses the settings of `{preset}` already."
     return "The run weights single tokens already, which is the correction for weights that are not stale."

@@ -1,4 +1,4 @@
-"""Corrections computed again on the sequences of a dump, with other settings. No TRL here."""
+"""Corrections computed again on the sequences of a dump, with other settings. It needs no TRL."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _SHORT = 64  # tokens up to which padding costs nothing
 class Block(NamedTuple):
     """Sequences of about the same length, padded to the longest: `B` of at most `T` tokens, in tensors of shape `(B, T)`."""
 
-    mask: torch.Tensor  # True for entries that are tokens
+    mask: torch.Tensor  # True for tokens, False for padding
     train_logps: torch.Tensor  # nats
     rollout_logps: torch.Tensor
     turn: torch.Tensor
@@ -30,17 +30,20 @@ class Block(NamedTuple):
     advantages: torch.Tensor  # `(B, 1)`; 0 if it is not finite
 
     def tokens(self, *, neutralize: bool) -> Tokens:
-        """Tokens that count. `neutralize`: one without a finite log-probability counts, too, with a ratio of 1."""
+        """
+        Tokens that count. With `neutralize`, a token without a finite log-probability counts with
+        ratio 1.
+        """
         return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
 
 
 class Batch(NamedTuple):
     """
-    Tokens of the loss of sequences, without those of tools. They lie in blocks, because one long
+    Tokens of the loss of sequences, without tool tokens. They lie in blocks, because one long
     completion would pad all others to its length.
     """
 
-    steps: list[int]  # that they are from, in order
+    steps: list[int]  # of the sequences, in order
     blocks: list[Block]
 
     @property
@@ -58,12 +61,14 @@ class Effect(NamedTuple):
     rejected: float | None = None  # share of the tokens that a criterion rejects
     sample_size: float | None = None  # effective sample size of the weights, as a share of the tokens
     effective_lr: float | None = None  # mean factor of the policy gradient
-    cosine: float | None = None  # of the corrected and the uncorrected gradient, by token
-    norm: float | None = None  # of the corrected gradient, divided by that of the uncorrected one
+    cosine: float | None = None  # between the corrected and the uncorrected gradient, by token
+    norm: float | None = None  # of the corrected gradient, relative to the uncorrected one
 
 
 def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
-    """The tokens of the loss of some sequences, chosen by a boolean mask. A `ValueError` says that there are none."""
+    """
+    The tokens of the loss of the sequences in a boolean mask. A `ValueError` if there are none.
+    """
     of_loss = sequences.mask & rows[sequences.row]
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")
@@ -73,7 +78,7 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
 
 
 def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-    """Rows in groups, in each of which no sequence has more than twice the tokens of another, or all are short."""
+    """Rows in groups of similar length: at most twice the tokens of another row, or all short."""
     order = rows[np.argsort(lengths[rows], kind="stable")]
     groups, start = [], 0
     while start < len(order):
@@ -97,8 +102,8 @@ def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows:
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:
     """
-    By criterion of settings, the tokens of a sequence that it rejects: boolean, one for each token.
-    Empty if together they reject other tokens than the run did.
+    The tokens of a sequence that each criterion of the settings rejects, boolean, by name of the
+    criterion. Empty if the criteria together reject other tokens than the run did.
     """
     here = sequences.slice(row)
     of_loss = sequences.mask[here]
@@ -130,7 +135,9 @@ def recompute(
     clip: tuple[float, float],
     as_dumped: bool = False,
 ) -> Effect:
-    """Correct sequences with settings, or `as_dumped`: with what the run itself wrote."""
+    """
+    Effect of settings on sequences or, `as_dumped`, of the correction that the run itself wrote.
+    """
     corrections, neutralize = _correct(batch, settings), settings.rollout_nan_policy == "neutralize"
     tokens = kept = 0.0
     coefficient, products = 0.0, torch.zeros(3, dtype=torch.float64)
@@ -157,7 +164,10 @@ def recompute(
 
 
 def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
-    """The correction of each block. What refers to a whole batch, such as the mean of the weights, refers to all blocks."""
+    """
+    The correction of each block. A value of the whole batch, such as the mean weight, covers all
+    blocks.
+    """
 
     def correct(sum_over_blocks: Callable[[torch.Tensor], torch.Tensor]) -> list[RolloutCorrection]:
         return [
@@ -194,9 +204,8 @@ def policy_factor(
     clip: tuple[float, float],
 ) -> torch.Tensor:
     """
-    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`.
-    Around the sampler it is PPO's ratio until it is clipped; in the other modes the ratio of the
-    policy to itself is 1.
+    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`. It
+    is PPO's ratio up to the clip bounds around the sampler; in the other modes the ratio is 1.
     """
     if not settings.clips_around_sampler:
         return coefficients
@@ -208,7 +217,10 @@ def policy_factor(
 
 
 def _gradients(block: Block, factor: torch.Tensor) -> torch.Tensor:
-    """Scalar product, and both squared norms, of the plain and the corrected gradient by the logit of each token, `(3,)`."""
+    """
+    Scalar product and squared norms, `(3,)`, of the plain and the corrected gradient by token
+    logit.
+    """
     unlikely = -torch.expm1(block.train_logps.clamp(max=0.0))  # 1 - p
     plain = (block.advantages * unlikely).masked_fill(~(block.mask & block.train_logps.isfinite()), 0.0)
     corrected = plain * factor

@@ -16,23 +16,26 @@ from ..dump.states import STATE, first_readable, merge, states_of
 from ..translation.setting_files import read_settings
 
 
-# Columns of a dump that no page shows are not read
+# Columns of a dump, without the ones that no page shows
 _COLUMNS = [name for name in SCHEMA.names if name not in ("rank", "completion", "weights")]
 
 
 class Run(NamedTuple):
-    """The files of a run, read."""
+    """The contents of the files of a run."""
 
-    entries: list[dict[str, object]]  # log of training: one for each logging window, with the optimizer step as `step`
-    log: pd.DataFrame  # its numbers: a row per entry, `step` as index, and NaN where a metric was not logged
+    entries: list[dict[str, object]]  # log of training: one entry per logging window, with the optimizer `step`
+    log: pd.DataFrame  # its numbers: a row per entry, `step` as index, NaN where a metric is missing
     dump: Dump | None
     settings: Settings | None  # in effect, from the dump
-    about: Mapping[str, str]  # its model, trainer, correction and date, as far as they are known
-    damage: list[str]  # a sentence about each file or part that could not be read, or is missing
+    about: Mapping[str, str]  # its model, trainer, correction and date, where known
+    damage: list[str]  # a sentence about each unreadable or missing file or part
 
 
 def read_run(source: str) -> Run:
-    """Read a run, a dump, or a folder with either or both. Warns about damaged parts; an error begins with the source."""
+    """
+    Read a run, a dump, or a folder with either or both. Warns about damaged parts; errors name the
+    source.
+    """
     try:
         run = _read(Path(source))
     except OSError as error:
@@ -68,7 +71,7 @@ def _read(path: Path) -> Run:
 
 
 def _parts_of(path: Path) -> tuple[list[Path], Path | None]:
-    """States of a trainer, the latest first, and the folder or the file of a dump, that a path names or contains."""
+    """States of a trainer, latest first, and the dump (folder or file), in or at a path."""
     if path.is_dir():
         states, dump = states_of(path), find_dump(path)
         if not states and dump is None:
@@ -88,7 +91,7 @@ def _table_of(log: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _other_dumps(folder: Path, chosen: Path) -> list[str]:
-    """Names of the dumps below a folder beside the one that was chosen."""
+    """Names of the other dumps below a folder."""
     return [
         f"`{path.name}`" for path in sorted(folder.iterdir()) if path != chosen and path.is_dir() and files_of(path)
     ]
@@ -100,7 +103,7 @@ def log_of_dump(path: Path) -> list[dict[str, object]]:
 
 
 def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Ratios below and above which TRL's PPO clips in the run that wrote a dump."""
+    """Lower and upper ratio at which TRL's PPO clips in the run that wrote a dump."""
     below, above = (settings.get(name) for name in ("epsilon", "epsilon_high"))
     lower = float(below) if isinstance(below, int | float) and below else 0.2
     return 1 - lower, 1 + (float(above) if isinstance(above, int | float) and above else lower)

@@ -1,4 +1,6 @@
-"""Composition of a page: from the facts about one run, or about two, to sections, cards, tables and charts."""
+"""
+Composition of a page from the facts about one or two runs: sections, cards, tables and charts.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -104,7 +106,9 @@ def _differences(runs: Sequence[Facts]) -> Section | None:
 
 
 def _own(run: Run) -> dict[str, Any]:
-    """The preset of a run with a dump, and the fields that differ from it; with `trl`, those of TRL that decide."""
+    """
+    The preset of a run with a dump, and the fields that differ from it; with `trl`, TRL's fields.
+    """
     assert run.settings
     assert run.dump
     fields = dataclasses.asdict(run.settings)
@@ -147,7 +151,7 @@ def _diagnosis(facts: Facts | None) -> Section | None:
 
 
 def _suspected(course: Course) -> Section:
-    """What the log of a trainer of TRL makes suspect."""
+    """Section about what the log of TRL's own trainer suggests."""
     found = suspicions(course)
     cards = [Card(f"{trl_log.headline(found)}.", trl_log.detail(course), "warning" if found else "healthy")]
     for it in found:
@@ -156,7 +160,7 @@ def _suspected(course: Course) -> Section:
 
 
 def _tokens(sequences: Sequences, lost: Lost, settings: Settings | None) -> list[Section]:
-    """Sections about the tokens that the correction takes the gradient from."""
+    """Sections about the tokens that lose their gradient to the correction."""
     drawn = "completions that were drawn at random"
     if not lost.drawn:
         drawn = "completions, none of which was drawn at random, so that they do not represent the batch"

@@ -16,9 +16,9 @@ from ..text import number, visible
 from .page import Chart, Page
 
 
-# By role, in light and in dark mode. Data is in Okabe and Ito's colours, which colour-blind readers
-# tell apart. Pictures are drawn in the colours of the light mode, each of which has one role only,
-# so that the style sheet can replace it
+# Colours by role, in light and in dark mode. Data uses Okabe and Ito's colours, which colour-blind
+# readers tell apart. Pictures are drawn in the light colours. Each of them plays one role only, so
+# that the style sheet can replace it
 COLORS = {
     "text": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#9aa4af"),
@@ -50,12 +50,12 @@ _STYLE = {
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _LIGHT["muted"]),
     "grid.color": _LIGHT["grid"],
 }
-_LEGEND = 50  # characters of the names in one line of a legend
-_WIDTH, _LINE, _DPI = 10.4, 120, 110  # of a PNG: inches, characters of a line of text, and dots per inch
+_LEGEND = 50  # characters of names in one line of a legend
+_WIDTH, _LINE, _DPI = 10.4, 120, 110  # of a PNG: width in inches, characters per line of text, dots per inch
 
 
 def svg(chart: Chart) -> str:
-    """A chart as an SVG element, with identifiers that no other chart of the page has."""
+    """A chart as an SVG element, with identifiers that are unique on the page."""
     with _style():
         figure = Figure(figsize=(5.0, 2.9), layout="constrained")
         draw(chart, figure.add_subplot())
@@ -95,7 +95,10 @@ def png(page: Page) -> bytes:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """The style of the package instead of the user's, and no warning about a character that the font does not have."""
+    """
+    Context with the package's style instead of the user's, and without warnings about missing
+    glyphs.
+    """
     with style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
@@ -119,7 +122,7 @@ def draw(chart: Chart, axes: Axes) -> None:
         names = ", ".join(name for at, name in chart.alarms if at == step)
         axes.annotate(
             names, (step, 1.0), xycoords=("data", "axes fraction"), color=_LIGHT["alarm"], va="top",
-            textcoords="offset points", xytext=(3, -2 - 12 * (i % 3)),  # numbers of close alarms do not overlap
+            textcoords="offset points", xytext=(3, -2 - 12 * (i % 3)),  # keeps numbers of close alarms apart
         )  # fmt: skip
     axes.grid(axis="y", linewidth=0.6)
     if labels := axes.get_legend_handles_labels()[1]:  # above the axes, where it covers nothing
@@ -143,7 +146,7 @@ def _place_ticks(axes: Axes, chart: Chart) -> None:
 
 
 def _draw_band(axes: Axes, chart: Chart) -> None:
-    """The healthy values. The axis reaches to their ends."""
+    """Draw the healthy values. The axis reaches to their ends."""
     low, high = chart.band
     if (low is None and high is None) or high == 0:
         return

@@ -10,12 +10,12 @@ from ..dump.sequences import Sequences
 
 
 _LOST_MOST, _AT_RANDOM = 5, 5  # completions
-_SHOWN = 300  # tokens of a completion; of a longer one, the beginning, the end, and those around what was changed most
+_SHOWN = 300  # tokens; a longer completion shows its beginning, its end and the surroundings of the largest changes
 _FIRST, _LAST, _AROUND = 40, 20, 8
-_PROMPT = 600  # characters: the end of a prompt has the question
+_PROMPT = 600  # characters: the question is at the end of a prompt
 # Factors of the gradient between these count as full
 _FULL = (0.95, 1.05)
-# What the correction did to a token, by the name of its style
+# Effect of the correction on a token, by the name of its style
 EFFECTS = {
     "full": "full gradient",
     "reduced": "down-weighted",
@@ -27,16 +27,16 @@ EFFECTS = {
 
 
 class Piece(NamedTuple):
-    """A token, a run of tokens that are not part of the loss, or a run of tokens that is left out."""
+    """A token, a run of tokens outside the loss, or a run of omitted tokens."""
 
     text: str
-    effect: str  # a key of `EFFECTS`; empty for a run that is left out
+    effect: str  # a key of `EFFECTS`; empty for omitted tokens
     position: int  # in the completion, from 1
     train: float  # probability under the trainer
     rollout: float  # and under the sampler
     factor: float  # of the policy gradient
-    hidden: int = 0  # tokens of the run that is left out
-    reason: str = ""  # why it has no gradient, as far as that is known
+    hidden: int = 0  # number of omitted tokens
+    reason: str = ""  # why it gets no gradient, if known
 
 
 class Completion(NamedTuple):
@@ -46,8 +46,8 @@ class Completion(NamedTuple):
     step: int
     reward: float
     advantage: float
-    age: float  # optimizer steps between the weights that sampled and those that train; NaN if unknown
-    sampled: bool  # whether it was drawn at random
+    age: float  # in optimizer steps, from the weights that sampled to the weights that train; NaN if unknown
+    sampled: bool  # True if it was drawn at random
     tokens: int  # of the loss
     counts: dict[str, int]  # tokens by effect
     pieces: list[Piece]
@@ -62,9 +62,9 @@ class Completions(NamedTuple):
 
 def choose_completions(sequences: Sequences, settings: Settings | None = None) -> Completions:
     """
-    Choose about ten completions: those that lost the largest sum of `abs(advantage) * max(0, 1 -
-    factor)` over their tokens, and some drawn at random, always the same ones of a dump. Each has
-    at least one token of the loss. `settings` name rules that rejected tokens.
+    Choose about ten completions with a token of the loss: the ones that lost the largest sum of
+    `abs(advantage) * max(0, 1 - factor)` over their tokens, and some drawn at random, always the
+    same ones from a dump. `settings` names the rules that rejected tokens.
     """
     factor = np.nan_to_num(sequences.coefficients)
     removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))
@@ -91,7 +91,10 @@ def effects_of(sequences: Sequences, row: int) -> np.ndarray:
 
 
 def reasons_of(sequences: Sequences, row: int, settings: Settings | None) -> list[str]:
-    """Why each token of a sequence has no gradient: criteria that reject it, or what else is known; empty if nothing is."""
+    """
+    Reason why each token of a sequence gets no gradient, such as the criteria that reject it; empty
+    without a known reason.
+    """
     here = sequences.slice(row)
     criteria = {} if settings is None or sequences.keep[here].all() else rejected_by(sequences, row, settings)
     finite = np.isfinite(sequences.train_logps[here] - sequences.rollout_logps[here])
@@ -126,14 +129,14 @@ def _completion(sequences: Sequences, row: int, settings: Settings | None) -> Co
 
 
 def _pieces(sequences: Sequences, row: int, effects: np.ndarray, reasons: list[str]) -> list[Piece]:
-    """The tokens that are shown, and the runs between them."""
+    """The tokens to show, and the runs between them."""
     here = sequences.slice(row)
     factor, ids = sequences.coefficients[here], sequences.token_ids[here]
     train, rollout = (
         np.exp(np.minimum(logps[here], 0.0)) for logps in (sequences.train_logps, sequences.rollout_logps)
     )
     pieces: list[Piece] = []
-    end = 0  # of the pieces so far
+    end = 0  # end of the pieces so far
     for i in np.flatnonzero(_shown(effects, factor)).tolist():
         if i > end:
             pieces.append(Piece("", "", end + 1, np.nan, np.nan, np.nan, hidden=i - end))
@@ -148,7 +151,7 @@ def _pieces(sequences: Sequences, row: int, effects: np.ndarray, reasons: list[s
 
 
 def _shown(effects: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """Tokens of a completion that are shown."""
+    """Boolean mask of the tokens of a completion to show."""
     n = len(effects)
     shown = np.ones(n, bool)
     if n <= _SHOWN:

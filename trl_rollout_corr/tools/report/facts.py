@@ -1,4 +1,4 @@
-"""The facts about a run that several parts of a report use, each computed once."""
+"""Facts about a run that several parts of a report use. Each is computed once."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ..monitor.windows import Window, is_training_window
 from ..text import number, steps
 
 
-# Metrics with a healthy band that a box or a chart shows
+# Metrics with a healthy band in a box or a chart
 SHOWN = (
     "k3_kl",
     "rollout_rs_masked_fraction",
@@ -34,11 +34,11 @@ class Facts(NamedTuple):
     """The facts about a run."""
 
     name: str
-    letter: str  # before the numbers of its alarms; empty if the page is about this run alone
+    letter: str  # goes before the numbers of its alarms; empty on a page about this run alone
     run: Run
     windows: str  # the number of logging windows, in words
     alarms: list[Alarm]  # in the log, the most serious first
-    diagnosis: Diagnosis | None  # the cause of the gap, if the page is about this run alone
+    diagnosis: Diagnosis | None  # the cause of the gap, on a page about this run alone
     course: Course | None  # of TRL's ratio, in the log of a trainer of TRL
 
     @property
@@ -60,7 +60,10 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
 
 
 def state_of(facts: Facts) -> tuple[str, str, str]:
-    """Level (`"critical"`, `"warning"`, `"healthy"`, or `"unknown"` without metrics), state and reason, in words."""
+    """
+    Level (`"critical"`, `"warning"`, `"healthy"`, or `"unknown"` without metrics), state and
+    reason.
+    """
     if facts.run.log.empty:
         return "unknown", "No metrics", "There are no metrics to look at."
     if facts.alarms:
@@ -82,7 +85,7 @@ def _outside(run: Run) -> list[str]:
     found = []
     for metric in SHOWN:
         if metric == RATIO and f"{PREFIX}rollout_is_mean" in run.log:
-            continue  # the same numbers
+            continue  # another name for the same numbers
         values = run.log.get(metric if metric == RATIO else PREFIX + metric, pd.Series(dtype=float)).dropna()
         off = [float(value) for value in values if not is_healthy(metric, value)]
         if off:
@@ -92,7 +95,7 @@ def _outside(run: Run) -> list[str]:
 
 
 def _without_advantages(run: Run) -> list[str]:
-    """Whether there was nothing to learn from in most windows, in words."""
+    """Sentences that say so if most windows gave nothing to learn from."""
     known = [x for entry in run.entries if (x := without_advantages(Window(entry, None))) is not None]
     if not known or 2 * sum(known) <= len(known):
         return []
@@ -102,7 +105,7 @@ def _without_advantages(run: Run) -> list[str]:
 
 
 def is_healthy(metric: str, value: float) -> bool:
-    """Whether a metric is not outside its healthy band."""
+    """True unless a metric is outside its healthy band."""
     low, high = HEALTHY[metric]
     return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 

@@ -1,4 +1,4 @@
-"""`report --follow`: the page of a run that goes on, written again every few seconds."""
+"""`report --follow`: the page of an unfinished run, written again every few seconds."""
 
 import html
 import os
@@ -15,19 +15,19 @@ from ..text import write_whole
 
 
 PAUSE = 5.0  # seconds between two pages
-_SHARE = 4  # times as long as a page took to build, no other one is built
+_SHARE = 4  # the pause is at least this many times the time to build a page
 _HEAD = '<head>\n<meta http-equiv="refresh" content="5">'
 _EMPTY = "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<title>Rollout report</title>\n</head>\n<body><p>{}</p></body>\n</html>\n"
 
 
 def follow(build: Callable[[], str], output: Path, subject: str) -> str:
     """
-    Write the page again and again until Ctrl-C, which writes it a last time, without what loads it
-    again. `build` returns the page. Its errors leave the page before in place: a file of the run
-    may be half written. Returns the last line to print.
+    Write the page again and again until Ctrl-C, which writes it a last time, without the tag that
+    reloads it. `build` returns the page. If it fails, the previous page stays, because a file of
+    the run may be half written. Returns the last line to print.
     """
     torch.set_num_threads(1)
-    with suppress(OSError, AttributeError):  # as on Windows, which has no such thing
+    with suppress(OSError, AttributeError):  # as on Windows, which lacks `nice`
         os.nice(10)  # the run comes first
     page, said = "", ""
     try:
@@ -44,7 +44,7 @@ def follow(build: Callable[[], str], output: Path, subject: str) -> str:
                 _say(problem)
             said = problem
             shown = page or _EMPTY.format(html.escape(problem))
-            with suppress(OSError):  # as of a full disk: the next page is tried again
+            with suppress(OSError):  # such as a full disk; the next page may succeed
                 _write(output, shown.replace("<head>", _HEAD, 1))
             time.sleep(max(PAUSE, _SHARE * (time.monotonic() - start)))
     except KeyboardInterrupt:

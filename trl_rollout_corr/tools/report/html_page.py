@@ -35,7 +35,9 @@ def render(page: Page) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Whatever the page shows, without marks that would reorder it: texts of tokens, prompts, names of folders, facts."""
+    """
+    Text without marks that would reorder the page, such as in tokens, prompts and names of folders.
+    """
     if isinstance(value, Markup):
         return Markup(visible(str(value)))
     return visible(value) if isinstance(value, str) else value
@@ -49,7 +51,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def _shade(d: float) -> str:
-    """The class of the colour of a token; empty if its log-ratio is small."""
+    """The CSS class for the colour of a token; empty if its log-ratio is small."""
     if not math.isfinite(d):
         return "broken"
     level = sum(abs(d) >= bound for bound in SHADES)

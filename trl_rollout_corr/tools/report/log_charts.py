@@ -1,4 +1,4 @@
-"""Sections about the log of a run, or of two runs against each other: metrics over optimizer steps, and who is rejected."""
+"""Sections about the log of one or two runs: metrics over optimizer steps, and rejected tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from .page import Card, Chart, Curve, Section
 
 class Trend(NamedTuple):
     """
-    A chart of metrics: its title, and labels by metric. The first metric has the healthy band; the
-    others are its parts.
+    A chart of metrics: its title, and labels by metric. The healthy band belongs to the first
+    metric; the others are its parts.
     """
 
     title: str
@@ -26,7 +26,7 @@ class Trend(NamedTuple):
     log: bool = False
 
 
-# Without the prefix of their keys
+# Metrics without the prefix of their keys
 OVERVIEW = {
     "k3-kl": Trend(
         "Gap (k3_kl), nats per token",
@@ -43,7 +43,7 @@ OVERVIEW = {
     "effective-lr": Trend("Effective learning rate", {"effective_lr": "effective_lr"}),
     "reward": Trend("Reward", {"reward": "reward"}),
 }
-# Of TRL, which a trainer of TRL logs without this package
+# Metrics that TRL's own trainer logs without this package
 OF_TRL = {
     "trl-ratio": Trend("TRL's mean importance ratio", {RATIO: "mean"}),
     "trl-gap": Trend("Difference of log-probabilities in TRL, nats per token", {GAP: "mean"}),
@@ -63,10 +63,10 @@ MORE = {
     "staleness": Trend("Age of the data, in optimizer steps", {"staleness_mean": "mean", "staleness_max": "largest"}),
 }
 _OF_TRL = {"reward", RATIO, GAP, LENGTH, CLIPPED, "clip_ratio/region_mean"}
-_LAST = 10  # windows of which a main number is the mean: as many, or a tenth of the run if that is more
-POINTS = 250  # per curve; more cannot be told apart
-_NOISE = 1e-6  # nats per token: a gap below is rounding, and an axis that shows it would squeeze the rest
-_HIDDEN = 0.5  # share of the points of a curve, above which it is hard to see below another
+_LAST = 10  # a main number is the mean of this many windows, or of a tenth of the run if that is more
+POINTS = 250  # per curve; a reader cannot tell more apart
+_NOISE = 1e-6  # nats per token: a smaller gap is rounding, and showing it would squeeze the rest of the axis
+_HIDDEN = 0.5  # a curve that shares more than this part of its points with another is hard to see below it
 COLORS = ("line", "second", "third")
 
 
@@ -77,8 +77,8 @@ def draw_trends(
     alarms: Sequence[tuple[int, str]] = (),
 ) -> list[Chart]:
     """
-    Charts of the metrics that were logged, over optimizer steps. Of one run every metric of a chart
-    is drawn, of two the first of each.
+    Charts of the logged metrics over optimizer steps. One run draws every metric of a chart, two
+    runs only the first.
     """
     charts = (_chart(name, trend, logs, colors, alarms) for name, trend in trends.items())
     return [chart for chart in charts if chart is not None]
@@ -92,7 +92,7 @@ def _chart(
         return None
     first, *others = values.columns
     same = [label for label in others if len(logs) == 1 and np.allclose(values[label], values[first], equal_nan=True)]
-    windows = _in_windows(values.drop(columns=same))  # what equals the first curve would hide it
+    windows = _in_windows(values.drop(columns=same))  # a curve that equals the first one would hide it
     means = windows.xs("mean", axis=1, level=1)
     metric = next(iter(trend.metrics))
     log = trend.log and bool(windows.min(axis=None) > 0)
@@ -109,18 +109,18 @@ def _chart(
     steps = [step for of_run in logs.values() for step in of_run.index]
     room = (max(steps) - min(steps)) / 50 or 0.5
     table = means.set_axis(means.index.to_numpy().round(1)).rename_axis("step").reset_index()
-    ends = (min(steps) - room, max(steps) + room)  # the same in every chart
+    ends = (min(steps) - room, max(steps) + room)  # the same ends in every chart
     return Chart(name, trend.title, note, ends, log, curves, table, HEALTHY.get(metric, (None, None)), alarms)
 
 
 def _covers(means: pd.DataFrame) -> bool:
-    """True if the second of two runs would hide the first. It is dashed then, as parts of a curve of one run are."""
+    """True if the second of two runs would hide the first. It is dashed then."""
     both = means.dropna()
     return bool(len(both)) and bool(np.isclose(both.iloc[:, 0], both.iloc[:, -1], rtol=1e-3).mean() > _HIDDEN)
 
 
 def _logged(trend: Trend, logs: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """A column for each curve that has values, with optimizer steps as index."""
+    """A column for each curve with values, and optimizer steps as index."""
     if len(logs) == 1:
         columns = [(label, metric, log) for log in logs.values() for metric, label in trend.metrics.items()]
     else:
@@ -150,7 +150,7 @@ def _key(metric: str) -> str:
 
 def main_numbers(log: pd.DataFrame) -> list[Card]:
     """The four main numbers of a run, with their first values and healthy bands; none without a log."""
-    if RATIO in log and _key("k3_kl") not in log:  # of a trainer of TRL
+    if RATIO in log and _key("k3_kl") not in log:  # a log of TRL's own trainer
         trends = (OF_TRL["trl-ratio"], OF_TRL["trl-gap"], OF_TRL["length"], OVERVIEW["reward"])
         return [_main_number(trend, log) for trend in trends]
     name = "sample-size" if _key("rollout_is_eff_sample_size") in log else "effective-lr"
@@ -176,7 +176,7 @@ def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
 
 
 def overview(runs: Sequence[Facts]) -> Section:
-    """The main charts, of one run or two."""
+    """Section with the main charts of one or two runs."""
     alarms = sorted((alarm for facts in runs for alarm in facts.numbered_alarms), key=lambda alarm: alarm[:2])
     where = ", ".join(f"{name} ({finding.bound}) at step {step}" for step, name, finding in alarms)
     text = "Healthy values are shaded green. "
@@ -196,23 +196,29 @@ def overview(runs: Sequence[Facts]) -> Section:
 
 
 def _colors(runs: Sequence[Facts]) -> Sequence[str]:
-    """Colours of curves: a run without correction has the second one, here and in the picture of any other run beside it."""
+    """
+    Colours of curves. A run without correction always gets the second one, whatever it is compared
+    with.
+    """
     corrects = [facts.run.settings is None or facts.run.settings.corrects for facts in runs]
     swap = not corrects[0] and corrects.count(False) < 2
     return ("second", "line", "third") if swap else COLORS
 
 
 def more_trends(facts: Facts) -> Section | None:
-    """Charts of the other metrics."""
+    """Section with charts of the other metrics, if any."""
     charts = draw_trends({} if facts.course else MORE, {"": facts.run.log}, _colors([facts]))
     return Section("trends", "More trends", charts=charts) if charts else None
 
 
-# Who is rejected ----------------------------------------------------------------------------------------------------------
+# Rejected tokens ----------------------------------------------------------------------------------------------------------
 
 
 def rejected(facts: Facts) -> Section | None:
-    """The shares of tokens that are rejected and down-weighted, by criterion and by the sign of the advantage."""
+    """
+    Section with the shares of rejected and down-weighted tokens, by criterion and by sign of the
+    advantage.
+    """
     log, settings = facts.run.log, facts.run.settings
     means = log.replace([np.inf, -np.inf], np.nan).mean().dropna()
     criteria = settings.criteria if settings else ()

@@ -1,4 +1,4 @@
-"""A page as data: sections, cards, tables and charts, without a line of HTML and without drawing code."""
+"""A page as data: sections, cards, tables and charts, without HTML and drawing code."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,13 +23,13 @@ class Chart(NamedTuple):
 
     name: str  # identifier, unique on the page
     title: str  # quantity and unit
-    note: str  # the main numbers in a sentence, also for readers who cannot see the chart
+    note: str  # the main numbers in a sentence, for readers who cannot see the chart
     steps: tuple[float, float]  # ends of the axis
     log: bool
     curves: Sequence[Curve]  # in the order in which they are drawn
     table: pd.DataFrame  # the plotted numbers
     band: tuple[float | None, float | None] = (None, None)  # healthy values
-    alarms: Sequence[tuple[int, str]] = ()  # steps of first alarms, in order, and the numbers of their findings
+    alarms: Sequence[tuple[int, str]] = ()  # steps of first alarms, in order, with the numbers of their findings
 
 
 class Card(NamedTuple):
@@ -45,7 +45,7 @@ class Card(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A section: its identifier and title, and the parts that it has."""
+    """A section: its identifier, its title and its parts."""
 
     name: str
     title: str
@@ -61,7 +61,7 @@ class Section(NamedTuple):
 class Banner(NamedTuple):
     """
     The state of a run in a word and in a sentence, its main numbers, facts (labels and values),
-    damaged parts, and a sentence about texts that account for most rejections.
+    damaged parts, and a sentence about texts that cause most rejections.
     """
 
     title: str

@@ -16,7 +16,10 @@ from .page import Page
 
 
 def write_report(sources: Sequence[str], output: str) -> str:
-    """Write the page (`.html`) or picture (`.png`) of one source, or of two. Returns the name of the file, as a line."""
+    """
+    Write the page (`.html`) or picture (`.png`) of one or two sources. Returns a line with the file
+    name.
+    """
     _check_number(sources)
     path = _check_output(Path(output))
     page = _read_page(sources)
@@ -25,7 +28,10 @@ def write_report(sources: Sequence[str], output: str) -> str:
 
 
 def follow_report(sources: Sequence[str], output: str) -> str:
-    """Write the page again every few seconds, until Ctrl-C. The runs may begin later. Returns the last line to print."""
+    """
+    Write the page again every few seconds until Ctrl-C. Runs may begin later. Returns the last line
+    to print.
+    """
     _check_number(sources)
     path = _check_output(Path(output))
     if path.suffix != ".html":
@@ -49,7 +55,7 @@ def _read_page(sources: Sequence[str]) -> Page:
 
 
 def _check_output(path: Path) -> Path:
-    """The output, or an error in one line if it cannot be written."""
+    """The output as a path. Raises an error of one line if nothing can be written there."""
     if path.suffix not in (".html", ".png"):
         raise SelfContainedError(f"{path}: the output must end in .html or .png.")
     if not path.parent.is_dir():
@@ -58,7 +64,7 @@ def _check_output(path: Path) -> Path:
 
 
 def _names(sources: Sequence[str]) -> list[str]:
-    """The names of the folders of runs, with the folders above in which they differ."""
+    """The names of the folders of runs, with the parent folders that tell them apart."""
     paths = [Path(source).resolve() for source in sources]
     folders = [path.parent if path.is_file() else path for path in paths]
     if len({*folders}) < len(folders):

@@ -1,4 +1,4 @@
-"""Tables of tokens by text: the worst, and those that the correction rejects."""
+"""Tables of tokens by text: the worst tokens, and the tokens that the correction rejects."""
 
 import math
 from collections import Counter
@@ -14,15 +14,14 @@ from ..text import number, percent
 
 _ROWS = 12  # of a table of lost tokens
 _WORST = 20  # rows of the table of the worst tokens
-# Of the furthest tokens, those with the same text are one row: a percent of all, within these
-# limits
+# The furthest percent of all tokens, within these limits, is grouped by text, one row per text
 _AMONG = (200, 2000)
-_PER_COMPLETION = 3  # rows, so that one broken completion does not hide the others
+_PER_COMPLETION = 3  # rows at most, so that one broken completion does not hide the others
 _AROUND = 6  # tokens of context on either side
-# The page begins with the texts that account for most rejections. There are at most so many of
-# them, and together they have at least this share. The share of each is so many times its share of
-# all tokens, which a frequent text cannot reach, and it is rejected in so many completions, so that
-# one broken completion does not count. Fewer rejected tokens prove nothing.
+# The page begins with the texts that cause most rejections: at most `_FEW` texts, with at least the
+# share `_MOST` together. Each of them is rejected `_TIMES` as often as its share of all tokens
+# explains, which a frequent text cannot reach, and in `_COMPLETIONS` completions, so that one
+# broken completion does not count. Fewer than `_TOKENS` rejected tokens prove nothing.
 # `tests/test_lost_tokens.py` draws such tables at random.
 _FEW, _MOST, _TIMES, _COMPLETIONS, _TOKENS = 5, 0.5, 3.0, 5, 30
 
@@ -36,7 +35,7 @@ class Example(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token of the worst, and its numbers in the dump."""
+    """One of the worst tokens, and its numbers in the dump."""
 
     example: Example
     d: float  # NaN or infinite for a token without a log-probability
@@ -51,17 +50,17 @@ class Token(NamedTuple):
 class Worst(NamedTuple):
     """The worst tokens of a dump."""
 
-    tokens: list[Token]  # one of each text and sign of d: those without a finite log-ratio first, then the furthest
-    among: int  # tokens among which they were looked for
+    tokens: list[Token]  # one per text and sign of d: first tokens without a finite log-ratio, then the furthest
+    among: int  # number of tokens that were searched
     broken: int  # tokens of the loss without a finite log-ratio
 
 
 class LostText(NamedTuple):
-    """Tokens of one text and one sign of the advantage, all of which are rejected."""
+    """Rejected tokens with one text and one sign of the advantage."""
 
     example: Example
     times: int
-    completions: int  # with such a token
+    completions: int  # number of completions with such a token
     share: float  # of all rejected tokens of this sign
     occurs: float  # the text's share of all tokens of this sign
     train: float  # mean probability under the trainer
@@ -69,7 +68,9 @@ class LostText(NamedTuple):
 
 
 class LostTable(NamedTuple):
-    """The texts that are rejected most, the most frequent first, and the numbers that their shares refer to."""
+    """
+    The texts rejected most, the most frequent first, and the numbers that their shares refer to.
+    """
 
     sign: str  # of the advantage: positive or negative
     rejected: int  # tokens
@@ -84,11 +85,11 @@ class Lost(NamedTuple):
     tables: list[LostTable]
     text: str  # what the tables mean under the settings of the run
     completions: int  # sequences that were counted
-    drawn: bool  # whether they were drawn at random
+    drawn: bool  # True if they were drawn at random
 
 
 def _example(sequences: Sequences, index: int) -> Example:
-    """The token at an index of all tokens, with those around it."""
+    """The token at an index of all tokens, with its neighbours."""
     row = int(sequences.row[index])
     place, n = index - int(sequences.starts[row]), int(sequences.lengths[row])
     before, after = range(max(place - _AROUND, 0), place), range(place + 1, min(place + 1 + _AROUND, n))
@@ -133,7 +134,7 @@ def _worst(sequences: Sequences, i: int, times: int) -> Token:
     )
 
 
-# Those that lose their gradient -------------------------------------------------------------------------------------------
+# Tokens that lose their gradient ------------------------------------------------------------------------------------------
 
 
 def find_lost(sequences: Sequences, settings: Settings | None) -> Lost:
@@ -156,7 +157,7 @@ def find_lost(sequences: Sequences, settings: Settings | None) -> Lost:
 
 
 def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | None:
-    """The table of the rejected tokens among those of a sign; `None` without any."""
+    """The table of the rejected tokens with one sign of the advantage; `None` without any."""
     places = np.flatnonzero(here & (sequences.coefficients == 0))
     if not places.size:
         return None
@@ -180,11 +181,13 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
     return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows)
 
 
-# Texts that account for most ----------------------------------------------------------------------------------------------
+# Texts that cause most rejections -----------------------------------------------------------------------------------------
 
 
 def concentration(lost: Lost, settings: Settings | None) -> str:
-    """Sentences about a few texts that account for most rejections, and a remedy; empty without such texts."""
+    """
+    Sentences about a few texts that cause most rejections, and a remedy; empty without such texts.
+    """
     if not lost.drawn:
         return ""
     found = [(table, rows) for table in lost.tables if (rows := few_texts(table))]
@@ -192,7 +195,10 @@ def concentration(lost: Lost, settings: Settings | None) -> str:
 
 
 def few_texts(table: LostTable) -> list[LostText]:
-    """The fewest texts with most of the rejections of a table, none of which is merely frequent; empty without such texts."""
+    """
+    The fewest texts with most rejections of a table, without merely frequent ones; empty if none
+    exist.
+    """
     if table.rejected < _TOKENS:
         return []
     rows = [row for row in table.rows if row.share >= _TIMES * row.occurs and row.completions >= _COMPLETIONS][:_FEW]
@@ -244,7 +250,10 @@ def _wider(settings: Settings | None, positive: bool) -> str:
 
 
 def in_line(text: str) -> str:
-    """The text of a token inside a sentence, where its spaces and line ends are seen, and backticks do not mean code."""
+    """
+    The text of a token for a sentence, with visible spaces and line ends, and backticks that do not
+    mean code.
+    """
     return text.replace("`", "\u02cb").replace("\n", "\u21b5").replace(" ", "\u2423")
 
 
