@@ -83,9 +83,7 @@ class ForwardPass:
     """A forward pass that is not TRL's. It changes nothing."""
 
     loss_mask: torch.Tensor | None = None  # (B, T), tokens of the loss; set only in the loss
-    policy: torch.nn.Module | None = (
-        None  # the model that the loss trains, without wrappers; set only in the loss
-    )
+    policy: torch.nn.Module | None = None  # the model that the loss trains, without wrappers; set only in the loss
 
     def run(self, forward: Forward, model: Any, *args: Any, **kwargs: Any) -> tuple:
         """Run TRL's `forward`. Returns log-probabilities, `(B, T)`, and other outputs."""

@@ -62,9 +62,7 @@ class Bound:
     patience: int = 3  # windows: passed if more than half of the latest ones are unhealthy, with the latest
     lasting: int = 0  # passed after so many consecutive unhealthy steps (at least two windows, and at most `patience`)
     far: float = math.inf  # times the limit: a single window beyond it is enough
-    returns: bool = (
-        True  # also passed if unhealthy windows return; False if chance makes them return in a small batch
-    )
+    returns: bool = True  # also passed if unhealthy windows return; False if chance makes them return in a small batch
     ends: bool = False  # it ends a run that the monitor may stop, if the reward falls
     applies: Callable[[Window], bool] = lambda window: True
     measure: Callable[[Window], float | None] | None = None  # the number of a window that replaces the metric
