@@ -1,1 +1,1 @@
-"""Sampled sequences on disk: how they are written and read."""
+"""Sampled sequences on disk: their format, their writer and their reader."""

@@ -1,7 +1,7 @@
 """
-The folder that a run writes its dump to. A run takes a folder with a file that only one process can
-create, so that two runs never write to the same one: the second takes `dump-2`, the next `dump-3`,
-and no run moves or deletes the rows of another.
+The folder that a run writes its dump to. A run claims a folder by a file that only one process can
+create, so two runs never write to the same folder: the second takes `dump-2`, the next `dump-3`. No
+run moves or deletes the rows of another.
 """
 
 import glob
@@ -20,7 +20,7 @@ CLAIM = "run.json"
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to. It is made if it is missing."""
+    """Refuse a folder that cannot be written to. Creates a missing folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -31,9 +31,9 @@ def check_folder(folder: Path) -> None:
 
 def claim(asked: Path, output_dir: str | Path, *, resumes: bool) -> tuple[Path, str]:
     """
-    Take the folder that was asked for, or the first free one of its name with a number. A run that
-    `resumes` from a checkpoint in its `output_dir` takes its own folder again. Returns the folder,
-    and a sentence if it is not the one that was asked for.
+    Claim the folder that was asked for, or the first free one with a number behind its name. A run
+    that `resumes` from a checkpoint in its `output_dir` takes its own folder again. Returns the
+    folder, and a sentence if it differs from the one that was asked for.
     """
     run = str(Path(output_dir).resolve())
     own = [folder for folder in _numbered(asked) if owner(folder).get("output_dir") == run]
@@ -68,11 +68,14 @@ def _taken(asked: Path) -> str:
 
 
 def owner(folder: Path) -> Mapping[str, str]:
-    """What the run that writes to a folder says of itself; empty if no run has taken it, or another tool wrote the file."""
+    """
+    Facts about the run that claimed a folder; empty without such a run or if another tool wrote the
+    file.
+    """
     path = folder / CLAIM
     try:
         written = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError):  # of a run that begins at this moment
+    except (OSError, ValueError):  # a run may be starting at this moment
         return {}
     return (
         {key: value for key, value in written.items() if isinstance(value, str)} if isinstance(written, dict) else {}
@@ -81,9 +84,9 @@ def owner(folder: Path) -> Mapping[str, str]:
 
 def find_dump(folder: Path) -> Path | None:
     """
-    The dump of a folder: the folder itself, or else the latest dump of the run with this
-    `output_dir`, which is below it or beside it, or else the latest below it, or of those with its
-    name and a number; `None` if there is none.
+    The dump of a folder; `None` without one. It is the folder itself, or else the latest dump of
+    the run with this `output_dir`, below it or next to it, or else the latest dump below it or in a
+    folder with its name and a number.
     """
     if files_of(folder):
         return folder
@@ -95,19 +98,19 @@ def find_dump(folder: Path) -> Path | None:
 
 
 def later_dump(folder: Path) -> Path | None:
-    """The dump of a later run that asked for the same folder, if there is one."""
+    """The dump of a later run that asked for the same folder; `None` without one."""
     found = latest(_numbered(folder))
     return None if found is None or found == folder else found
 
 
 def latest(folders: list[Path]) -> Path | None:
-    """The folder with the dump that was written to last; `None` if none of them has one."""
+    """The folder with the most recently written dump; `None` without any dump."""
     last = {folder: files[-1].stat().st_mtime_ns for folder in folders if (files := files_of(folder))}
     return max(last, key=lambda folder: last[folder], default=None)
 
 
 def _numbered(asked: Path) -> list[Path]:
-    """A folder, and those that runs took because it was taken."""
+    """A folder, and the numbered folders that later runs took instead."""
     instead = sorted(asked.resolve().parent.glob(f"{glob.escape(asked.name)}-*/{CLAIM}"))
     named = str(asked.resolve())
     return [asked, *(path.parent for path in instead if owner(path.parent).get("rollout_dump_dir") == named)]

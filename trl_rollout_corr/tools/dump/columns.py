@@ -1,4 +1,4 @@
-"""Columns of a dump, and how its files are marked."""
+"""Columns of a dump, and the marks of its files."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,10 @@ FORMAT, VERSION = "trl_rollout_corr.dump", 4
 
 
 class Column(NamedTuple):
-    """A column: its name, the type of its entries, whether it has one for each token, and whether it may be null."""
+    """
+    A column: its name, the type of its entries, whether there is one per token, and whether it may
+    be null.
+    """
 
     name: str
     type: pa.DataType
@@ -29,10 +32,10 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("step", pa.int32()),  # optimizer steps made when the sequence was trained on
+    Column("step", pa.int32()),  # optimizer steps before training on the sequence
     Column("rank", pa.int32()),
     Column("sampled", pa.bool_()),  # drawn at random: these rows represent the batch
-    Column("worst", pa.bool_()),  # among those with the largest |log-ratio| of a token
+    Column("worst", pa.bool_()),  # among the rows with the largest |log-ratio| of a token
     Column("prompt", pa.string(), null=True),
     Column("completion", pa.string(), null=True),
     Column("tokens", pa.string(), per_token=True),  # text of each token of the completion
@@ -50,7 +53,7 @@ COLUMNS = (
     Column("padding", pa.int32(), null=True),  # tokens before the prompt, in the batch that the trainer scored
     Column(
         "again_logps", pa.float32(), per_token=True, null=True
-    ),  # `train_logps`, of sequences that were scored alone
+    ),  # `train_logps` of sequences that were scored alone
     Column("turn_ids", pa.int32(), per_token=True, null=True),  # if a rollout function returns turns
 )
 SCHEMA = pa.schema([(c.name, pa.list_(c.type) if c.per_token else c.type) for c in COLUMNS])

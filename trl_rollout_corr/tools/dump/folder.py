@@ -1,7 +1,7 @@
 """
-Files of a dump: how they are written, deleted and listed, and the log beside them.
+Files of a dump and the log next to them: writing, deleting and listing.
 
-A dump is a folder of Parquet files, one for each optimizer step and process that had something to
+A dump is a folder of Parquet files, one for each optimizer step and process with something to
 write. A file appears under its name only when it is complete, so that a crash loses at most the
 file being written.
 """
@@ -57,7 +57,10 @@ def append_log(folder: Path, entry: Mapping[str, Any]) -> None:
 
 
 def remove_oldest(folder: Path, max_bytes: float) -> None:
-    """Delete the files of the oldest steps until the others fit. The first step stays, to compare with, and the latest."""
+    """
+    Delete files of the oldest steps until the rest fits, except the first step, for comparison, and
+    the latest.
+    """
     sizes = {path: _size(path) for path in files_of(folder)}
     total = sum(sizes.values())
     steps = sorted({_step(path) for path in sizes})
@@ -72,16 +75,19 @@ def remove_oldest(folder: Path, max_bytes: float) -> None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # a process of another machine, which writes to the same disk, was faster
+    except FileNotFoundError:  # a process on another machine with the same disk was faster
         return 0
 
 
 def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
-    """Remove the entries after the step of a checkpoint, where a run continues. One process rewinds the `logs`, too."""
+    """
+    Remove the entries after the step of the checkpoint where a run continues. One process also
+    rewinds the `logs`.
+    """
     for path in files_of(folder):
         if _step(path) > step:
             path.unlink(missing_ok=True)
-    for path in folder.glob(".step-*.partial"):  # of a process that was killed
+    for path in folder.glob(".step-*.partial"):  # left by a killed process
         path.unlink(missing_ok=True)
     path = folder / LOGS
     if logs and path.exists():
@@ -90,12 +96,17 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Complete files of a dump, in order of steps. A pipe or a broken link of such a name is none."""
+    """
+    Complete files of a dump in order of steps, without pipes and broken links with such a name.
+    """
     return [path for path in _named(folder) if path.is_file()]
 
 
 def unusable_files(folder: Path) -> list[Path]:
-    """What has the name of a file of a dump and is none, such as a pipe, which nobody may ever write to."""
+    """
+    Paths named like a file of a dump that are no files, such as a pipe that may never be written
+    to.
+    """
     return [path for path in _named(folder) if not path.is_file()]
 
 
@@ -104,7 +115,7 @@ def _named(folder: Path) -> list[Path]:
 
 
 def read_logs(path: Path) -> list[dict[str, Any]]:
-    """Entries with a step of the log of a dump, without lines that a crash cut short."""
+    """Entries of a dump's log that give a step, without lines that a crash cut short."""
     logs, entries = path / LOGS, []
     for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
         with suppress(ValueError):
@@ -113,7 +124,7 @@ def read_logs(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(text: str) -> Any:
-    """Content of JSON. Whatever cannot be read is a `ValueError` of one line."""
+    """Content of JSON text. Raises a `ValueError` of one line if it cannot be read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -121,7 +132,10 @@ def read_json(text: str) -> Any:
 
 
 def log_entries(entries: Iterable[object]) -> list[dict[str, Any]]:
-    """Entries of a log that have a step, with numbers that fit into a float: an integer of 400 digits is infinite."""
+    """
+    Entries of a log that give a step, with numbers that fit a float: an integer of 400 digits
+    becomes infinite.
+    """
     found = []
     for entry in entries:
         if isinstance(entry, dict) and _is_step(entry.get("step")):
@@ -134,7 +148,7 @@ def _is_step(value: object) -> bool:
 
 
 def _as_float(value: int) -> int | float:
-    """An integer that Python can count with floats."""
+    """The integer if a float can hold it, else infinity."""
     if abs(value) < _LAST_STEP:
         return value
     return math.inf if value > 0 else -math.inf

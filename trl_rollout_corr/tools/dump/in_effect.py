@@ -9,8 +9,8 @@ from ...settings.resolve import Settings
 from ..translation.of_trl import TRL_KEYS
 
 
-# Fields of TRL that a diagnosis advises to set, or that rules and `compare` read. Of mappings, only
-# these keys: others may be secret, such as a Hub token
+# Fields of TRL that `diagnose` advises to set, or that rules and `compare` read. Mappings are cut
+# down to these keys, because others may be secret, such as a Hub token
 _OF_TRL: dict[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": (),
     "disable_dropout": (),
@@ -36,12 +36,14 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
 
 
 def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
-    """Settings in effect, the names of those `given`, and some fields of TRL, in types of JSON."""
+    """
+    Settings in effect, the names of the `given` ones, and some fields of TRL, in types of JSON.
+    """
     written = {**asdict(settings), "given": sorted(args.given)}
     for name, keys in _OF_TRL.items():
         if hasattr(args, name):
             value = getattr(args, name)
             written[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
-    engine = settings.rollout_engine_kwargs or {}  # vLLM's only secret is the token of the hub
+    engine = settings.rollout_engine_kwargs or {}  # vLLM's only secret is the Hub token
     written["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
     return {name: plain(value) for name, value in written.items()}

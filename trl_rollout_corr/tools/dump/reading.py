@@ -21,8 +21,8 @@ from .sequences import Sequences
 
 _SCANNED = ("step", "sampled", "mask", "train_logps", "rollout_logps")
 _AGE = f"{PREFIX}staleness_max"
-_AT_ONCE = 500_000  # tokens that are decoded together
-_LARGEST = 100_000_000  # tokens of a file beyond which it is none of ours
+_AT_ONCE = 500_000  # tokens decoded together
+_LARGEST = 100_000_000  # a file with more tokens is none of ours
 
 
 class Dump(NamedTuple):
@@ -30,14 +30,16 @@ class Dump(NamedTuple):
 
     path: Path  # folder with the files, or the only file that was read
     sequences: Sequences  # in order of steps
-    settings: dict[str, Any]  # in effect at the last step
+    settings: dict[str, Any]  # settings in effect at the last step
     about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
-    damage: list[str]  # a sentence about each file that cannot be read, and about the dump of a later run beside it
-    sample: str = ""  # a sentence about the rows that were read, if they are a sample
+    damage: list[str]  # a sentence about each unreadable file, and about the dump of a later run next to it
+    sample: str = ""  # a sentence about the rows, if they are a sample
 
     @property
     def age(self) -> float | None:
-        """The age of the oldest completion in rows and log, in optimizer steps; `None` if it is not known."""
+        """
+        The age of the oldest completion in rows and log, in optimizer steps; `None` if unknown.
+        """
         folder = self.path if self.path.is_dir() else self.path.parent
         logged = {x["step"]: x[_AGE] for x in read_logs(folder) if isinstance(x.get(_AGE), int | float)}
         ages = np.append(self.sequences.staleness, [*logged.values()])
@@ -48,7 +50,7 @@ class Dump(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A file of a dump, of which only the end was read."""
+    """A file of a dump after reading its footer."""
 
     path: Path
     groups: list[tuple[int, int]]  # rows and tokens of each row group
@@ -62,9 +64,9 @@ class _File(NamedTuple):
 
 def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst: bool = True) -> Dump:
     """
-    Read some columns of a dump: its folder, one of its files, or the folder of a run with a dump in
-    it. Of a large dump a sample is read, with the `worst` rows if they are needed. Damaged files
-    are left out, as the other files are still a sample of the run. A `ValueError` of one line if
+    Read some columns of a dump, given its folder, one of its files, or the folder of a run that
+    contains it. A large dump is sampled, with the `worst` rows if needed. Damaged files are left
+    out, because the other files are still a sample of the run. Raises a `ValueError` of one line if
     nothing can be read.
     """
     try:
@@ -82,7 +84,10 @@ def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst:
 
 
 def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
-    """All rows of a dump in order of steps, its settings, the facts about the run, and a sentence for each damaged file."""
+    """
+    All rows of a dump in order of steps, its settings, facts about the run, and a sentence per
+    damaged file.
+    """
     damage: list[str] = []
     files = _look_at(Path(path), damage)
     table = _read_whole(files, SCHEMA.names, damage)
@@ -90,7 +95,7 @@ def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, st
 
 
 def _about_of(files: list[_File]) -> dict[str, str]:
-    """Facts about a run: those of its beginning, and what it has learned since."""
+    """Facts about a run, from its first file and completed by later ones."""
     return {**files[-1].about, **files[0].about}
 
 
@@ -98,7 +103,7 @@ def _about_of(files: list[_File]) -> dict[str, str]:
 
 
 def _look_at(path: Path, damage: list[str]) -> list[_File]:
-    """The files of a dump that look sound. Adds a sentence about each of the others."""
+    """The files of a dump that look sound. Adds a sentence about each other file to `damage`."""
     if not path.exists():
         raise ValueError("no such file or folder")
     if not path.is_dir() and not path.is_file():
@@ -116,7 +121,10 @@ def _look_at(path: Path, damage: list[str]) -> list[_File]:
 
 
 def _without_damage(items: Sequence[Any], read: Any, damage: list[str]) -> list[Any]:
-    """What is read of each item, where that works. Adds a sentence about each of the others; an error if there is no other."""
+    """
+    The result of `read` for each item that it can read. Adds a sentence about each failure; raises
+    if all fail.
+    """
     found, error = [], None
     for item in items:
         try:
@@ -131,7 +139,10 @@ def _without_damage(items: Sequence[Any], read: Any, damage: list[str]) -> list[
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """A Parquet file. Errors of reading it are a `ValueError` of one line that begins with its name."""
+    """
+    Context with a Parquet file. Errors while reading become a `ValueError` of one line with its
+    name.
+    """
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path, pre_buffer=False) as file:
@@ -142,7 +153,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _footer(path: Path) -> _File:
-    """What the end of a file says, or a `ValueError` about a file that is damaged or not of this format."""
+    """The footer of a file. Raises a `ValueError` if the file is damaged or of another format."""
     with _opened(path) as file:
         schema, metadata = file.schema_arrow, file.schema_arrow.metadata or {}
         version = metadata.get(FORMAT.encode())
@@ -163,7 +174,7 @@ def _footer(path: Path) -> _File:
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:
-    """Refuse a file without a column of a dump, or with one of another type."""
+    """Refuse a file that lacks a column of a dump, or where its type differs."""
     for field in SCHEMA:
         if field.name not in schema.names:
             raise ValueError(f"{path.name} lacks the column `{field.name}`, which every dump contains")
@@ -182,7 +193,7 @@ def _size(group: pq.RowGroupMetaData) -> tuple[int, int]:
 
 
 def _object(path: Path, metadata: Mapping[bytes, bytes], key: str) -> dict[str, Any]:
-    """A part of the metadata of a file, which is a JSON object."""
+    """A JSON object in the metadata of a file."""
     try:
         content = read_json(metadata.get(key.encode(), b"{}").decode())
     except ValueError as error:
@@ -216,7 +227,7 @@ def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *,
     table = pa.concat_tables(tables)
     drawn = int(rows.sampled.sum())
     if int(sample.sampled.sum()) == drawn > 0 and not worst:
-        return table, ""  # nothing that the command uses is missing
+        return table, ""  # the command gets all that it uses
     read = int(rows.tokens[sample.read].sum())
     sentence = (
         f"A sample of the dump was read, because all of it would need too much memory: {int(sample.read.sum()):,} of "
@@ -236,7 +247,10 @@ def _read_whole(files: list[_File], columns: Sequence[str], damage: list[str]) -
 def _read_rows(
     file: _File, columns: Sequence[str], chosen: np.ndarray | None = None, sampled: np.ndarray | None = None
 ) -> pa.Table:
-    """Columns of all rows of a file, or of the `chosen` ones, of which those that are `sampled` represent the batch."""
+    """
+    Columns of all rows of a file, or of the `chosen` ones, where the `sampled` ones represent the
+    batch.
+    """
     names = [name for name in SCHEMA.names if name in columns]
     batches = [*_batches(file, names, chosen)]
     schema = batches[0].schema if batches else pa.schema([SCHEMA.field(name) for name in names])
@@ -248,7 +262,7 @@ def _read_rows(
 
 
 def _scan(file: _File) -> Rows:
-    """What the choice of rows needs to know of each row of a file."""
+    """The facts about each row of a file that the choice of rows needs."""
     parts = []
     for batch in _batches(file, _SCANNED):
         sequences = Sequences(_checked(file.path, pa.Table.from_batches([batch])))
@@ -261,7 +275,7 @@ def _scan(file: _File) -> Rows:
 
 
 def _batches(file: _File, columns: Sequence[str], chosen: np.ndarray | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of a file, or the `chosen` ones, some after the other, so that they need little memory."""
+    """The rows of a file, or the `chosen` ones, in small batches that need little memory."""
     with _opened(file.path) as opened:
         start = 0
         for group, (n_rows, n_tokens) in enumerate(file.groups):
@@ -277,7 +291,7 @@ def _batches(file: _File, columns: Sequence[str], chosen: np.ndarray | None = No
 
 
 def _checked(path: Path, table: pa.Table) -> pa.Table:
-    """A table of rows whose values can be told apart, or a `ValueError`."""
+    """The table, or a `ValueError` if values are missing or lists differ in length."""
     try:
         table.validate(full=True)
     except pa.ArrowException as error:

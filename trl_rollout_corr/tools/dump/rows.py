@@ -1,4 +1,4 @@
-"""Rows of a dump, made of the tensors of a batch. The dump and the diagnosis of the first step make them here."""
+"""Rows of a dump from the tensors of a batch, for the dump and the diagnosis of the first step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,7 +13,10 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor | None]
 
 
 def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:
-    """Take a batch of tensors `(B, ...)`, with `mask` among them, apart on the CPU: all sequences, or those `chosen`."""
+    """
+    Split a batch of tensors `(B, ...)`, `mask` among them, into sequences on the CPU: all, or the
+    `chosen` ones.
+    """
     tensors = {name: x if x is None or chosen is None else x[chosen] for name, x in batch.items()}
     tensors = {name: None if x is None else x.cpu() for name, x in tensors.items()}
     mask = tensors["mask"]
@@ -48,14 +51,16 @@ def make_row(
         "tokens": [decode([token]) for token in token_ids],
         "token_ids": token_ids,
         "prompt_ids": prompt_ids,
-        # of packed rows; the others are as wide as the batch
+        # given for packed rows; the other rows are as wide as the batch
         "padding": int((~in_prompt).sum() if padding is None else padding),
     }
     return row | {column.name: _entry(column, sequence, n) for column in COLUMNS if column.name not in row}
 
 
 def _entry(column: Column, sequence: Mapping[str, Any], n: int) -> Any:
-    """Entry of a column, which is null without a tensor, or if it may be null and the tensor is NaN."""
+    """
+    Entry of a column: null without a tensor, or where the column may be null and the tensor is NaN.
+    """
     values = sequence.get(column.name)
     if values is not None and column.per_token:
         values = values[:n]

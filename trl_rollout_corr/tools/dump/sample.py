@@ -1,16 +1,16 @@
-"""Which rows of a dump are read if it has more tokens than fit into the memory of an ordinary machine."""
+"""The choice of rows from a dump with more tokens than an ordinary machine can hold in memory."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 
-# Tokens that a command reads of a dump, at most: `report`, which needs most, then takes less than 2
+# Most tokens that a command reads from a dump. `report`, the most demanding, then needs less than 2
 # GiB and a minute
 MOST_TOKENS = 2_000_000
-_PART = 0.1  # of these tokens, at most for each kind of row that is kept on purpose
-_STEPS = 2_000  # optimizer steps that are read at most: each costs a few milliseconds, however small
-_GOLDEN = (5**0.5 - 1) / 2  # fractions of its multiples are spread evenly, however many there are
+_PART = 0.1  # largest share of these tokens for each kind of row that is kept on purpose
+_STEPS = 2_000  # most optimizer steps to read: each costs a few milliseconds, however small
+_GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are spread evenly, however many there are
 
 
 class Rows(NamedTuple):
@@ -23,18 +23,18 @@ class Rows(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The rows that are read, `(B,)` each."""
+    """The rows to read, `(B,)` each."""
 
     read: np.ndarray
-    sampled: np.ndarray  # rows that represent the batch: some are read only because they are the worst
-    kept: tuple[str, ...]  # rows that are read on purpose, in words
+    sampled: np.ndarray  # rows that represent the batch; others are read only because they are the worst
+    kept: tuple[str, ...]  # kinds of rows read on purpose, in words
 
 
 def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
     """
-    Choose rows with at most so many tokens: evenly over the steps, and on purpose those of the
-    first and the last step, those without a finite log-ratio, and if asked for the worst, each kind
-    up to a share of the tokens.
+    Choose rows with at most `most` tokens, evenly over the steps. Rows of the first and the last
+    step, rows without a finite log-ratio, and with `worst` the worst rows are chosen on purpose,
+    each kind up to a share of the tokens.
     """
     drawn = rows.sampled if rows.sampled.any() else np.ones(len(rows.step), bool)
     order = _evenly(rows.step, drawn)
@@ -57,7 +57,9 @@ def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
 
 
 def _evenly(step: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """Indices of the rows of some steps, in an order of which every beginning is spread evenly over these steps."""
+    """
+    Indices of the rows of some steps, in an order whose every beginning covers these steps evenly.
+    """
     steps, number = np.unique(step, return_inverse=True)
     places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int))
     order = np.random.default_rng(0).permutation(np.flatnonzero(among & np.isin(number, places)))
@@ -71,5 +73,5 @@ def _evenly(step: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def _up_to(order: np.ndarray, tokens: np.ndarray, most: float) -> np.ndarray:
-    """The beginning of an order that has at most so many tokens, and at least one row."""
+    """The beginning of an order, with at most `most` tokens but at least one row."""
     return order[: max(int(np.searchsorted(np.cumsum(tokens[order]), most, side="right")), 1)]

@@ -1,4 +1,4 @@
-"""Sequences of a dump as arrays of numpy, and from those to padded tensors."""
+"""Sequences of a dump as arrays of numpy and as padded tensors."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -45,7 +45,10 @@ class Sequences:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":
-        """Sequences of rows that are not written, of [`~trl_rollout_corr.tools.dump.rows.make_row`], without text."""
+        """
+        Sequences from rows in memory, made by [`~trl_rollout_corr.tools.dump.rows.make_row`],
+        without text.
+        """
         return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).drop_columns(_TEXT))
 
     def __len__(self) -> int:
@@ -82,7 +85,10 @@ class Sequences:
 
     @cached_property
     def turn(self) -> NDArray[np.int64]:
-        """Turn of each token, counted over all sequences: as in the dump, or else a run of tokens of the loss."""
+        """
+        Turn of each token, counted over all sequences. By default a turn is a run of tokens of the
+        loss.
+        """
         first = self.starts[:-1][self.lengths > 0]
         before = np.concatenate([[False], self.mask[:-1]])
         before[first] = False
@@ -94,16 +100,16 @@ class Sequences:
 
     @cached_property
     def represents(self) -> NDArray[np.bool_]:
-        """Sequences that represent the batch: those that were drawn at random, or all if none were."""
+        """Sequences that represent the batch: the ones drawn at random, or all if none were."""
         return self.sampled if self.sampled.any() else np.ones(len(self), bool)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sums over the tokens of each sequence."""
+        """Sums over the tokens of each sequence, `(B,)`."""
         return np.bincount(self.row, weights=values, minlength=len(self))
 
     @cached_property
     def prompts(self) -> list[np.ndarray]:
-        """Token ids of each prompt; empty where they are not known."""
+        """Token ids of each prompt; empty where unknown."""
         nothing = np.zeros(0, np.int32)
         if self._prompt_ids is None:
             return [nothing] * len(self)
@@ -121,7 +127,7 @@ class Sequences:
         return self._text is not None
 
     def text(self, row: int, place: int) -> str:
-        """Text of one token of a sequence, which is cut after `_LONGEST` characters."""
+        """Text of one token of a sequence, cut after `_LONGEST` characters."""
         text = self._text["tokens"][row].values[place].as_py() or ""
         return f"{text[:_LONGEST]}\u2026" if len(text) > _LONGEST else text
 
@@ -131,7 +137,7 @@ class Sequences:
 
 
 def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
-    """Lists one after the other, with NaN for those that are null."""
+    """Lists end to end, with NaN where a list is null."""
     values: np.ndarray = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in lists.chunks])
     if not lists.null_count and len(values) != lengths.sum():
         raise ValueError("a row of the dump contains lists of different lengths")
@@ -143,7 +149,10 @@ def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
 
 
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-    """Sequences that lie end to end, below each other: `(B, T)` with zeros after the end of each, and `T` at least 1."""
+    """
+    Sequences that lie end to end as rows, `(B, T)`, with zeros after the end of each and `T` at
+    least 1.
+    """
     inside = torch.arange(max(int(lengths.max()), 1)) < torch.from_numpy(lengths)[:, None]
     flat = torch.from_numpy(values)
     padded = flat.new_zeros(inside.shape)

@@ -1,4 +1,4 @@
-"""The state that a trainer of Transformers saves, with its log: of a run, and of its checkpoints."""
+"""The states that a trainer of Transformers saves for a run and its checkpoints, with their log."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +21,10 @@ def states_of(folder: Path) -> list[Path]:
 
 
 def first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> list[dict[str, Any]]:
-    """The log of the first state that can be read. If none can, a `ValueError` about the first, where a state is needed."""
+    """
+    The log of the first readable state. Without one, raises a `ValueError` about the first if
+    `needed`.
+    """
     errors = []
     for path in paths:
         try:
@@ -53,7 +56,9 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Entries of training windows, one for each step. Of two entries for one step, the later one counts, key by key."""
+    """
+    Entries of training windows, one per step. Keys of a later entry replace keys of an earlier one.
+    """
     merged: dict[int, dict[str, object]] = {}
     for entry in log_entries(entries):
         if is_training_window(entry) or is_stock_window(entry):

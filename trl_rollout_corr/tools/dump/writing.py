@@ -25,7 +25,10 @@ from .rows import make_row, on_host
 
 
 def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Columns of the dump: tokens and their masks as in TRL's batch, and tensors of shape `(B, T)` or `(B,)` by column."""
+    """
+    Columns of the dump: tokens and masks as in TRL's batch, and tensors, `(B, T)` or `(B,)`, by
+    column.
+    """
     batch, advantages = corrected.batch, corrected.batch["advantages"]
     tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     return tokens, {
@@ -48,13 +51,16 @@ class Offered(NamedTuple):
     """A sequence that may go to the dump."""
 
     distance: float  # largest absolute log-ratio of its tokens; infinite without a finite log-probability
-    chance: float  # random number in [0, 1): the sequences with the largest are drawn
+    chance: float  # random number in [0, 1); the sequences with the largest ones are drawn
     step: int  # optimizer step that trains on it
     sequence: dict[str, torch.Tensor | None]
 
 
 class SequenceDump(Watcher):
-    """Collects sequences during a step, and writes those that are drawn or worst when it ends. `about` describes the run."""
+    """
+    Collects sequences during a step, and writes the drawn and the worst ones at its end. `about`
+    describes the run.
+    """
 
     def __init__(
         self,
@@ -68,13 +74,13 @@ class SequenceDump(Watcher):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.settings = settings
         self.seed = seed
-        self.about = {} if about is None else about  # shared: a server tells its types later
+        self.about = {} if about is None else about  # shared, because a server tells its types later
         self.folder = Path(self.settings.rollout_dump_dir or "")  # until training begins
         self.checkpoint: object = None  # path, or True for the latest, from which training resumes
         self.offered: list[Offered] = []
-        self.n_batches = 0  # of this step
+        self.n_batches = 0  # in this step
         self.next_step = self.settings.rollout_dump_steps
-        self.unchecked = 0  # bytes written since the size of the folder was looked at
+        self.unchecked = 0  # bytes written since the last look at the size of the folder
         self.gave_up = False
 
     reads_text = True
@@ -103,17 +109,22 @@ class SequenceDump(Watcher):
             self.offer(step, *columns_of(batch))
 
     def wants(self, step: int) -> bool:
-        """True if an optimizer step is dumped: the step that is due, or the next one that corrects a batch."""
+        """
+        True if an optimizer step is dumped: the due step, or the next one that corrects a batch.
+        """
         return step >= self.next_step
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """Consider the sequences of a batch: TRL's tokens and masks, `(B, T)`, and columns of the dump, `(B, T)` or `(B,)`."""
+        """
+        Consider the sequences of a batch, with TRL's tokens and masks, `(B, T)`, and columns of the
+        dump.
+        """
         mask = columns["mask"]
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
-        # a completion without a token of the loss, such as a truncated one that TRL masks, has
-        # nothing to show
+        # a completion without a token of the loss, such as a truncated one that TRL masks, shows
+        # nothing
         distance = distance.masked_fill(~mask, 0.0).amax(1).masked_fill(~mask.any(1), -1.0).cpu()
-        # random numbers of its own, so that training draws the same ones with a dump and without
+        # separate random numbers, so that training draws the same ones with and without a dump
         seed = hash((self.seed, self.accelerator.process_index, step, self.n_batches))
         chance = torch.rand(len(distance), generator=torch.Generator().manual_seed(seed % 2**63))
         chance[distance < 0] = -1.0
@@ -124,14 +135,14 @@ class SequenceDump(Watcher):
         self._thin_out()
 
     def _chosen(self, distance: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-        """Indices of the sequences of a batch that may be among the worst, or drawn."""
+        """Indices of the sequences of a batch that may be drawn or among the worst."""
         counts = (self.settings.rollout_dump_worst, self.settings.rollout_dump_sampled)
         top = [x.topk(min(k, len(x))).indices for x, k in zip((distance, chance), counts, strict=True)]
         chosen: torch.Tensor = torch.cat(top).unique()
         return chosen[chance[chosen] >= 0]
 
     def _thin_out(self) -> None:
-        """Forget candidates that cannot be among those written."""
+        """Forget candidates that cannot be written any more."""
         if self.offered:
             self.offered = [self.offered[i] for i in self._chosen(*self._scores().unbind(1)).tolist()]
 
@@ -154,7 +165,7 @@ class SequenceDump(Watcher):
             reason = f"the run ends at step {state.max_steps} and begins at step {state.global_step}, so no sequence is dumped"
             warn_idle("rollout_dump_steps", self.settings.rollout_dump_steps, reason)
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
-        # of a model that is on this machine, its folder says nothing to others
+        # the folder of a local model means nothing on other machines
         self.about["model"] = Path(name).name if os.path.isdir(name) else name
         self.about["date"] = datetime.now(UTC).date().isoformat()
         self.folder = self._claim(args.output_dir, state)
@@ -163,7 +174,7 @@ class SequenceDump(Watcher):
             rewind(self.folder, state.global_step, logs=state.is_world_process_zero)
 
     def _claim(self, output_dir: str, state: TrainerState) -> Path:
-        """The folder of the dump, which the main process takes for all ranks."""
+        """The folder of the dump, which the main process claims for all ranks."""
         elsewhere = (
             isinstance(self.checkpoint, str | Path)
             and Path(self.checkpoint).resolve().parent != Path(output_dir).resolve()
@@ -218,18 +229,24 @@ class SequenceDump(Watcher):
             self.unchecked = 0
 
     def _unless_the_disk_fails(self, write: Callable, *args: Any) -> None:
-        """A full disk must not end the run. Whatever happens, this rank still takes part in the gathers."""
+        """
+        Write, but let no full disk end the run. Whatever happens, this rank still takes part in the
+        gathers.
+        """
         if self.gave_up:
             return
         try:
             write(*args)
         except OSError as error:
             self.gave_up = True
-            # on any rank, as it may happen on one only
+            # on any rank, because it may happen on one only
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """Indices of drawn and of worst sequences of this rank, among all ranks, and `True` if any rank has a sequence."""
+        """
+        Indices on this rank of the drawn and the worst sequences of all ranks, and whether there
+        are any.
+        """
         size = self.settings.rollout_dump_worst + self.settings.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:

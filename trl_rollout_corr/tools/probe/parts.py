@@ -1,12 +1,12 @@
 """
-The parts of a gap, which add up to the whole, and settings that may make it smaller. Arrays of
-numpy in, no TRL.
+The parts of a gap, which add up to the whole, and settings that may make it smaller. It takes
+arrays of numpy and needs no TRL.
 
-Between trainer and sampler stands a chain of configurations that score the same tokens, and each
-step changes one thing. So the log-ratio `d` of a token is the sum of its steps, `d = sum_i d_i`,
-and its `k3 = exp(d) - 1 - d` is split in proportion, `k3 * d_i / d`: the Aumann-Shapley value of
-the step. Noise that is unrelated to the other steps gets the `k3` that it has alone; a step that
-others undo gets less, and may get less than 0.
+A chain of configurations, each of which scores the same tokens, leads from trainer to sampler, and
+each step changes one thing. So the log-ratio `d` of a token is the sum of its steps,
+`d = sum_i d_i`, and its `k3 = exp(d) - 1 - d` is split in proportion, `k3 * d_i / d`: the
+Aumann-Shapley value of the step. Noise that is unrelated to the other steps gets the `k3` that it
+would cause alone; a step that others undo gets less, perhaps less than 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ HEAD, BODY, KERNELS = "precision of the head", "precision of the body", "other m
 QUANTISATION, CACHE, PUSH = "quantisation", "key-value cache", "weights that were pushed"
 DECODING, OPTIONS = "decoding against prefill", "sampling options and decoding"
 WHOLE = "the whole"
-# Configurations of other processes that are a step of the chain, and settings to try
+# Configurations of other processes that form a step of the chain, and settings to try
 FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no quantisation in the sampler"
-EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by arguments of the engine
-# Parts that causes of `diagnosis` act on
+EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by the engine's argument
+# Parts on which causes of `diagnosis` act
 _PARTS = {
     "padding": (PADDING,),
     "dropout": (DROPOUT,),
@@ -42,15 +42,15 @@ _PARTS = {
     "truncation": (OPTIONS,),
     "penalty": (OPTIONS,),
 }
-# Share of the gap up to which a part is in doubt and rules its causes out, and from which on it is
-# found
+# A part with at most the first share of the gap is in doubt and rules its causes out. A part with
+# the second share is found
 SMALL, _LARGE = 0.2, 0.75
 LOW = ("bfloat16", "float16")
-_ALIKE = 1.2  # times the smallest gap, up to which the fastest setting is taken
+_ALIKE = 1.2  # the fastest setting within this many times the smallest gap is taken
 
 
 class Side(StrEnum):
-    """Who scores the tokens, and how."""
+    """Model and way of scoring the tokens."""
 
     AS_IT_IS = "as_it_is"  # the trainer, as in the loss
     NO_DROPOUT = "no_dropout"  # the trainer without dropout, in the batches of the run
@@ -62,7 +62,7 @@ class Side(StrEnum):
 
 
 class Costs(TypedDict, total=False):
-    """What a process needs."""
+    """Time and memory that a process needs."""
 
     trainer: float  # seconds to score
     sampler: float  # seconds to sample
@@ -70,15 +70,15 @@ class Costs(TypedDict, total=False):
 
 
 class Facts(TypedDict):
-    """What a process knows of its run."""
+    """Facts that a process knows about its run."""
 
     costs: Costs
-    observed: DumpedTokens | None  # of the process that sampled
+    observed: DumpedTokens | None  # by the process that sampled
     about: Mapping[str, str]
     device: str
-    options: Sequence[str]  # of sampling, that distort the log-probabilities
+    options: Sequence[str]  # options of sampling that distort the log-probabilities
     engine_kwargs: Mapping[str, Any]
-    attention: str  # implementation of the trainer
+    attention: str  # implementation in the trainer
 
 
 class Scored(NamedTuple):
@@ -91,17 +91,17 @@ class Scored(NamedTuple):
 class Part(NamedTuple):
     """A part of the gap."""
 
-    name: str  # several where they were not measured one by one
+    name: str  # several parts where they were not measured one by one
     k3: float  # its share of `k3_kl`, in nats: adds up over parts
-    error: float  # two standard errors of `k3`, of tokens that are independent
-    equal: float  # share of tokens that it does not change in a bit
+    error: float  # two standard errors of `k3`, for independent tokens
+    equal: float  # share of tokens that it leaves equal bit for bit
 
 
 class Trial(NamedTuple):
-    """Settings that were tried."""
+    """One trial of settings."""
 
     change: str
-    settings: Mapping[str, Any]  # of a run, besides its own
+    settings: Mapping[str, Any]  # on top of the run's own
     k3: float  # nats
     equal: float  # share of tokens that are bit-equal
     trainer: float  # time to score, times that of the run
@@ -115,16 +115,18 @@ def k3(d: np.ndarray) -> np.ndarray:
 
 
 def eight_bits(engine: Mapping[str, Any]) -> list[str]:
-    """Arguments of an engine that give it 8 bits."""
+    """Names of the arguments of an engine that set 8 bits."""
     return [name for name in EIGHT_BITS if engine.get(name) not in (None, "auto")]
 
 
 def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str, np.ndarray | str]]:
-    """The part that each step of the chain belongs to, and the log-probabilities after it, or why there are none."""
+    """
+    The part of each step of the chain, with the log-probabilities after it, or why there are none.
+    """
     logps, facts = first
 
     def of(change: str, side: Side) -> np.ndarray | str:
-        scored = tried.get(change, tried.get(PLAIN, first))  # what is not tried is the run's own
+        scored = tried.get(change, tried.get(PLAIN, first))  # an untried configuration is the run's own
         return scored if isinstance(scored, str) else scored.logps.get(side, logps[side])
 
     steps: list[tuple[str, np.ndarray | str]] = [(DROPOUT, logps[Side.NO_DROPOUT])] if Side.NO_DROPOUT in logps else []
@@ -159,7 +161,10 @@ def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> 
 
 
 def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
-    """The diagnosis of tokens, without causes whose parts are surely small, and with that of a part that is nearly all."""
+    """
+    The diagnosis of tokens, without causes of surely small parts, and with the cause of a part that
+    is nearly all.
+    """
     *parts, whole = parts
     large = [part.name for part in parts if abs(part.k3) + part.error > SMALL * whole.k3]
     acting = {cause: [name for name in large if any(x in name for x in names)] for cause, names in _PARTS.items()}
@@ -189,7 +194,7 @@ def write_parts(parts: Sequence[Part]) -> str:
 
 
 def candidates(facts: Facts, *, quick: bool) -> dict[str, dict[str, Any]]:
-    """Settings to try, by what they change. All but the first are without 8 bits."""
+    """Settings to try, by what they change. All of them drop the run's own 8 bits."""
     own, about, on_cpu = facts["engine_kwargs"], facts["about"], facts["device"] == "cpu"
     plain = {name: value for name, value in own.items() if name not in eight_bits(own)}
 
@@ -206,7 +211,7 @@ def candidates(facts: Facts, *, quick: bool) -> dict[str, dict[str, Any]]:
         tried["float16 on both sides" if low else "sampler in float16"] = {**half, **engine(dtype="float16")}
         tried[HEADS] = {**cast, **engine(hf_overrides={**own.get("hf_overrides", {}), "head_dtype": "float32"})}
     if plain == own:
-        # which breaks a trainer in the same process, so that the setting to paste needs a server
+        # it breaks a trainer in the same process, so the setting to paste needs a server
         tried["a server with `--model-impl transformers`"] = {"vllm_mode": "server", "vllm_model_impl": "transformers"}
     if quick:
         return tried
@@ -222,7 +227,9 @@ def candidates(facts: Facts, *, quick: bool) -> dict[str, dict[str, Any]]:
 
 
 def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Scored | str]) -> list[Trial]:
-    """Trials from settings and those answers that are no reason why there is none, with the smallest gap first."""
+    """
+    Trials of settings that were answered with scores and not with a reason, the smallest gap first.
+    """
     trials = []
     for change, scored in {"nothing": first, **tried}.items():
         if isinstance(scored, str):
@@ -239,7 +246,7 @@ def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapp
 
 
 def write_trials(trials: Sequence[Trial], left_out: Mapping[str, str]) -> str:
-    """The trials, and reasons why others were left out, as text for a terminal."""
+    """The trials, and the reasons for leaving out others, as text for a terminal."""
     rows: list[tuple[str, ...]] = [("changed", "k3_kl", "bit-equal", "trainer, time", "sampler, time", "weights, MiB")]
     for t in trials:
         times = [f"{x:.2g} x" for x in (t.trainer, t.sampler)]
@@ -256,18 +263,18 @@ def write_trials(trials: Sequence[Trial], left_out: Mapping[str, str]) -> str:
 
 
 class Answer(NamedTuple):
-    """The one thing to do, and the settings to paste, which may be empty."""
+    """The one thing to do, and the settings to paste, if any."""
 
-    share: float  # of the gap that it acts on
+    share: float  # share of the gap that it acts on
     text: str
     settings: Mapping[str, Any]
 
 
 def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
     """
-    What removes most of the gap: the remedy of a cause, which acts on its share, or the fastest of
-    the settings with the smallest gap, which was measured. A normal cause has no remedy that is
-    better than a setting that was tried.
+    The answer that removes most of the gap: the remedy of a cause, which acts on the cause's share,
+    or the fastest of the settings with the smallest measured gap. No remedy of a normal cause beats
+    a tried setting.
     """
     best, gain = best_of(trials)
     causes = [finding for finding in diagnosis.findings if not finding.cause.normal]
@@ -287,7 +294,10 @@ def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
 
 
 def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
-    """The fastest of the trials with about the smallest gap, and the share of the gap that it removes; `None` without any."""
+    """
+    The fastest trial with about the smallest gap, or `None`, and the share of the gap that it
+    removes.
+    """
     enough = max(_ALIKE * trials[0].k3, FLOOR**2 / 2)
     small = [trial for trial in trials if trial.k3 <= enough]
     (nothing,) = (trial for trial in trials if trial.change == "nothing")
@@ -298,7 +308,7 @@ def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
 
 
 def write_answer(answer: Answer) -> str:
-    """The answer as text for a terminal, the last lines of which are YAML if there are settings to paste."""
+    """The answer as text for a terminal. Settings to paste come last, as YAML."""
     return "\n".join(["", f"What to do: {answer.text}", yaml_lines(answer.settings)]).rstrip() + "\n"
 
 

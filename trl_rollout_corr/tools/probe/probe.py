@@ -1,7 +1,7 @@
 """
 The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the
-gap, and settings to try. No TRL here: each trainer with its sampler has a process of its own
-(`trl_rollout_corr/tools/probe/process.py`).
+gap, and settings to try. It needs no TRL, because each trainer with its sampler runs in a separate
+process (`trl_rollout_corr/tools/probe/process.py`).
 """
 
 import os
@@ -33,8 +33,8 @@ from .parts import (
 )
 
 
-# Variables that vLLM reads when it is imported: a small cache on a CPU, and the engine in the
-# process of the trainer
+# Variables that vLLM reads at import: a small cache on a CPU, and the engine in the process of the
+# trainer
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _PAUSE = 5.0  # seconds between two lines of progress
 _SIZES = {"completions": 64, "length": 128}
@@ -43,9 +43,9 @@ _QUICK = {"completions": 8, "length": 32}
 
 def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     """
-    Start a trainer and its sampler as the `run` would, which has the arguments of the command.
-    Returns the diagnosis and two tables as text or JSON, and whether nothing has to be done; a
-    `ValueError` in one line if anything cannot be used.
+    Start a trainer and its sampler as `run`, the arguments of the command, would. Returns the
+    diagnosis and two tables as text or JSON, and whether nothing needs to be done. Raises a
+    `ValueError` of one line if anything is unusable.
     """
     request = {**run, **(_QUICK if run["quick"] else _SIZES)}
     request["completions"] = run["completions"] or request["completions"]
@@ -62,7 +62,7 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
                 tried[change] = str(error)
     parts = split(first.logps[Side.AS_IT_IS], chain_of(first, tried))
     trials, observed = judged(first, settings, tried), first.facts["observed"]
-    assert observed is not None  # of the process that sampled
+    assert observed is not None  # by the process that sampled
     diagnosis = diagnose_parts(observed, parts)
     answer = answer_of(diagnosis, trials)
     left_out = {change: reason for change, reason in tried.items() if isinstance(reason, str)}
@@ -79,7 +79,9 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
 
 
 def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
-    """Carry out a request in a process of its own, which writes to a new folder, and show for how long."""
+    """
+    Carry out a request in a separate process, which writes to a new folder, and show its progress.
+    """
     folder.mkdir()
     start = time.monotonic()
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
@@ -89,14 +91,14 @@ def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
             wait([answer], _PAUSE)
         try:
             return answer.result()
-        except (BrokenProcessPool, SystemExit) as error:  # killed, or ended by argparse, which prints why
+        except (BrokenProcessPool, SystemExit) as error:  # killed, or ended by argparse, which prints the reason
             log = " ".join((folder / "log").read_text(encoding="utf-8", errors="replace").split())
             killed = f"its process was killed, perhaps for lack of memory. {log[-300:]}"
             raise ValueError(log.rpartition(": error: ")[2] if isinstance(error, SystemExit) else killed) from None
 
 
 def _answer(request: Mapping[str, Any]) -> Scored:
-    with (Path(request["output"]) / "log").open("w") as log:  # what libraries print is no answer
+    with (Path(request["output"]) / "log").open("w") as log:  # keeps output of libraries out of the answer
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update({**_ENVIRONMENT, **os.environ})
@@ -106,5 +108,5 @@ def _answer(request: Mapping[str, Any]) -> Scored:
 
     try:
         return carry_out(request)
-    except Exception as error:  # of TRL, of vLLM or of the model, perhaps one that cannot be sent
+    except Exception as error:  # from TRL, vLLM or the model, perhaps one that cannot be pickled
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None

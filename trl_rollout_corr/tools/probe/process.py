@@ -2,7 +2,7 @@
 A process of a probe: one trainer and one sampler, which begin to train as in the run and stop
 before the first step. A request is the `run` of `probe` (`tools/probe/probe.py`) with `output` (a
 folder), `settings` (fields that differ from the run), and perhaps `tokens` (a file of another
-process, whose trainer need not score again if the settings are of vLLM alone).
+process). The trainer need not score these again if all settings concern vLLM.
 """
 
 import dataclasses
@@ -53,15 +53,17 @@ PROMPTS = (
     "If I have 3 apples and eat one, how many are left? Think step by step.",
 )
 OF_VLLM = {"rollout_engine_kwargs", "vllm_mode", "vllm_model_impl"}  # fields that the trainer does not read
-_CONTEXT = 1024  # tokens that the engine has room for, more than the prompts take
+_CONTEXT = 1024  # longest text of the engine in tokens; the prompts take less
 # A run without a recipe: TRL's defaults with a colocated engine, also where there is no accelerator
 _DEFAULTS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
-_LENGTH = 8  # tokens that are sampled to measure the time
+_LENGTH = 8  # tokens to sample for measuring the time
 
 
 def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
-    """The class of the trainer of a request, and the configurations of trainer and model. A `ValueError` if unusable."""
+    """
+    Trainer class and configurations of trainer and model of a request. A `ValueError` if unusable.
+    """
     trainer_class, config_class = _TRAINERS[request["trainer"]]
     if "vllm_model_impl" in request.get("settings", {}):
         config_class = without_checks(config_class, check_shared_process)
@@ -93,15 +95,18 @@ def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig
 
 def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]:
     """
-    A class of configurations that are checked less than those of runs: a process that only samples
-    may have settings that break the forward pass of a trainer.
+    A configuration class with fewer checks, because a process that only samples may use settings
+    that break the forward pass of a trainer.
     """
     checks = [check for check in config_class._checks_of_trainer if check not in left_out]
     return type(config_class.__name__, (config_class,), {"_checks_of_trainer": checks})
 
 
 def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
-    """The run with one batch of at least so many completions of at most `length` tokens, and with other `settings`."""
+    """
+    The run with one batch of at least `completions`, of at most `length` tokens, and with other
+    `settings`.
+    """
     size = min(args.per_device_train_batch_size, completions)
     batches = -(-completions // size)
     batches += batches * size % 2  # two completions for each prompt
@@ -113,7 +118,7 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         "num_generations": 2,
         "num_iterations": 1,
         "max_completion_length": min(args.max_completion_length or length, length),
-        # the rest has no part in the gap
+        # nothing else contributes to the gap
         "beta": 0.0,
         "sync_ref_model": False,
         "reward_weights": None,
@@ -134,7 +139,7 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
     wanted["rollout_engine_kwargs"] = {**on_cpu, **engine} or None
     wanted["model_init_kwargs"] = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the run, and said when it was read
+        warnings.simplefilter("ignore")  # warnings about the run were shown when it was read
         return dataclasses.replace(args, **wanted)
 
 
@@ -148,7 +153,10 @@ class _StopBeforeTraining(TrainerCallback):
 
 
 class Probe:
-    """A trainer before its first step, whose first batch can be sampled and scored several times. `run`: without a probe."""
+    """
+    A trainer before its first step, which can sample and score its first batch repeatedly. `run` is
+    the configuration before it was shortened for the probe.
+    """
 
     def __init__(self, trainer: Trainer, run: Config | None = None) -> None:
         self.trainer, self.run = trainer, run or trainer.args
@@ -179,7 +187,10 @@ class Probe:
             return [self.trainer._score_alone(batch, most=len(batch["prompt_ids"])) for batch in batches]
 
     def observe(self, batches: list[Batch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> DumpedTokens:
-        """Batches with log-probabilities of the trainer, `(B, T)` each, and those of single sequences, for a diagnosis."""
+        """
+        Batches for a diagnosis, with log-probabilities of the trainer, `(B, T)` each, and of single
+        sequences.
+        """
         rows: list[dict[str, Any]] = []
         for batch, ours, alone in zip(batches, logps, again, strict=True):
             mask = self.trainer._loss_mask(batch).bool()
@@ -196,8 +207,8 @@ class Probe:
 
 def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:
     """
-    Sample, unless there are batches, and score the tokens with both sides, or without `scoring`
-    with vLLM alone. Writes tokens that were sampled.
+    Sample unless batches are given, and score the tokens with both sides, or without `scoring` with
+    vLLM alone. Writes sampled tokens.
     """
     first = batches is None
     batches = probe.sample() if batches is None else batches
@@ -228,7 +239,10 @@ def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scori
 
 
 def by_trainer(probe: Probe, batches: list[Batch], *, first: bool) -> tuple[dict[Side, list[torch.Tensor]], float]:
-    """Log-probabilities of the trainer, `(B, T)` for each batch, and the seconds to score once. The `first` process splits."""
+    """
+    Log-probabilities of the trainer, `(B, T)` per batch, and seconds to score once. Only the
+    `first` process scores in every way.
+    """
     start = time.perf_counter()
     scored = {Side.AS_IT_IS: probe.score(batches)}
     seconds = time.perf_counter() - start
@@ -245,21 +259,24 @@ def by_trainer(probe: Probe, batches: list[Batch], *, first: bool) -> tuple[dict
 
 
 def of_tokens(batches: list[Batch], values: list[torch.Tensor]) -> np.ndarray:
-    """Values of the tokens of all completions, `(N,)`, from one tensor `(B, T)` for each batch."""
+    """Values of the tokens of all completions, `(N,)`, from one tensor, `(B, T)`, per batch."""
     masks = [batch["completion_mask"].bool() for batch in batches]
     tokens = [x[mask].float() for x, mask in zip(values, masks, strict=True)]
     return np.asarray(torch.cat(tokens).cpu().numpy())
 
 
 def load_files(llm: Any) -> None:
-    """Give vLLM the weights of the files again, in place of those that the trainer pushed."""
+    """Load the weights of the files into vLLM again, replacing the pushed ones."""
     with torch.no_grad():
         reload(llm.llm_engine.model_executor.driver_worker)
     llm.reset_prefix_cache()
 
 
 def bytes_of_weights(model: Any, llm: Any) -> int:
-    """Bytes of the weights of both sides. Those of vLLM are computed, because it may keep packed weights elsewhere."""
+    """
+    Bytes of the weights of both sides. vLLM's are computed, because it may keep packed weights
+    elsewhere.
+    """
     config = llm.llm_engine.vllm_config.model_config
     of_one = 1 if config.quantization else config.dtype.itemsize
     of_vllm = model.num_parameters() * of_one
@@ -267,12 +284,15 @@ def bytes_of_weights(model: Any, llm: Any) -> int:
 
 
 def of_sampler(llm: Any, batches: Sequence[Batch], temperature: float) -> tuple[np.ndarray, float]:
-    """Log-probabilities of the tokens, `(N,)`, which the engine reads as a part of the prompt, and the seconds to go on."""
+    """
+    Log-probabilities, `(N,)`, of tokens that the engine reads as prompt, and the seconds to
+    continue.
+    """
     from vllm import SamplingParams
 
     model = llm.llm_engine.model_executor.driver_worker.get_model()
     plain = model.compute_logits
-    # vLLM divides the logits of sampled tokens by the temperature, but not those of given ones
+    # vLLM divides the logits of sampled tokens by the temperature, but not of given ones
     model.compute_logits = lambda *args, **kwargs: plain(*args, **kwargs).float() / temperature
     tokens = []
     for batch in batches:
@@ -315,7 +335,7 @@ def build(request: Mapping[str, Any]) -> Probe:
 
 
 def carry_out(request: Mapping[str, Any]) -> Scored:
-    """The answer to a request, which needs a process of its own."""
+    """The answer to a request, which needs a separate process."""
     batches = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
     scoring = batches is None or not request["settings"].keys() <= OF_VLLM
     return run(build(request), Path(request["output"]), batches, scoring=scoring)
