@@ -24,8 +24,8 @@ from .tools.text import visible
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 2 for input that cannot be used, 1 if `check`
-    says no or `diagnose` or `probe` finds a cause.
+    Run the command line and return the exit code: 2 for unusable input, 1 if `check` finds a
+    mistake or `diagnose` or `probe` finds a cause.
     """
     parser = make_parser()
     args, options = parser.parse_known_args(arguments)
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.simplefilter("always")
         try:
             output = args.run(args)
-        except Exception as error:  # a traceback would leave with 1, which says that something was found
+        except Exception as error:  # a traceback would exit with 1, which means that something was found
             print(visible(" ".join(_refusal(args, error).split())), file=sys.stderr)
             return 2
     messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refusal(args: argparse.Namespace, error: Exception) -> str:
-    """The message about input that cannot be used."""
+    """The message about unusable input."""
     if isinstance(error, SelfContainedError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -65,14 +65,14 @@ def _refusal(args: argparse.Namespace, error: Exception) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser. Its result has `run`, a function of the arguments that returns the text to print."""
+    """The parser. It sets `run`, a function of the arguments that returns the text to print."""
     parser = argparse.ArgumentParser(
         prog="trl-rollout-corr",
         description="Tools for training with TRL when the sampler (vLLM) and the trainer differ.",
         epilog="`trl-rollout-corr COMMAND --help` explains a command, and `trl-rollout-corr docs` lists the documents.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.set_defaults(code=0, subject="command")  # exit code of a command that ran, and what an error is about
+    parser.set_defaults(code=0, subject="command")  # exit code of a completed command, and the subject of an error
     commands = parser.add_subparsers(dest="command")
 
     command = commands.add_parser(
@@ -229,14 +229,14 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.set_defaults(run=_probe, subject="model")
 
 
-# Each command imports its work when it runs: `convert` does without torch, and `--help` does not
-# wait for it.
+# Each command imports its work when it runs, because `convert` needs no torch and `--help` should
+# not wait for it.
 
 
 def _convert(args: argparse.Namespace) -> str:
     from .tools.translation.setting_files import convert
 
-    arguments = [*args.options, *args.arguments]  # options before the first argument are not among the arguments
+    arguments = [*args.options, *args.arguments]  # argparse keeps options before the first argument apart
     args.file = arguments[0] if len(arguments) == 1 else "convert"
     return convert(arguments)
 
@@ -297,7 +297,7 @@ def _check(args: argparse.Namespace) -> str:
 
     if args.file is None and args.trainer is not None:
         raise SelfContainedError(f"--trainer {args.trainer} has an effect only with a file")
-    with redirect_stdout(sys.stderr):  # libraries print when they are imported
+    with redirect_stdout(sys.stderr):  # libraries print during their import
         if args.file is None:
             report, usable = check_installation(as_json=args.json)
         else:

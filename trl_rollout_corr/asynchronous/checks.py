@@ -32,8 +32,8 @@ def check_asynchronous(config: Any, settings: Settings) -> None:
             "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the sampler. "
             "Set it to None."
         )
-    budget = getattr(config, "token_budget", None)  # gone in newer releases of TRL
-    packs = budget is None or budget > 0  # rows hold as many completions as there is room for
+    budget = getattr(config, "token_budget", None)  # newer releases of TRL lack it
+    packs = budget is None or budget > 0  # a row holds as many completions as fit
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
     if normalizes_over(settings, "sequence", "geometric") and fewest == 1:
         raise ValueError(

@@ -12,8 +12,8 @@ class Terms:
     """
     Map between the loss terms of a row and the tokens of its completions.
 
-    `index`, `(B, T)`, has the number of the loss term of each token; -1 for tokens without one and
-    after the end of a completion.
+    `index`, `(B, T)`, gives the number of the loss term of each token, or -1 for tokens without one
+    and after the end of a completion.
     """
 
     def __init__(self, index: torch.Tensor) -> None:

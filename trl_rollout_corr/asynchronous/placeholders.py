@@ -1,5 +1,5 @@
 """
-Placeholders in TRL's asynchronous loss: for two tensors of the batch, and for the model.
+Placeholders in TRL's asynchronous loss, for two tensors of the batch and for the model.
 
 The loss takes its terms from the batch before it runs the model, and the correction knows their
 values only afterwards. So a [`Placeholder`] stands for each tensor, and [`CorrectedPolicy`] stands
@@ -32,7 +32,10 @@ class Placeholder:
         return terms
 
     def fill(self, selected: torch.Tensor, terms: torch.Tensor) -> None:
-        """Set the loss terms, `(M,)`, at a mask or indices of the tensor, also those that were taken before."""
+        """
+        Set the loss terms, `(M,)`, at a mask or indices of the tensor, also where they were taken
+        before.
+        """
         self._tensor = self._tensor.clone()
         self._tensor[selected] = terms.to(self._tensor.dtype)
         self._filled = True

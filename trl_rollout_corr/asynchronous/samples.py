@@ -1,5 +1,5 @@
 """
-Age, reward and layout of samples, on their way from the queue of the rollout worker to the
+Age, reward and layout of samples on their way from the queue of the rollout worker to the
 micro-batch, on the main process.
 
 TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends
@@ -24,9 +24,9 @@ from ..trainers.keys import REWARDS, ROLLOUT_STEP
 from .trl_parts import RolloutSample, TreeRow
 
 
-TERMS = "rollout_corr_terms"  # (R, B, T) index of the loss term of a token, -1 for none
+TERMS = "rollout_corr_terms"  # (R, B, T), index of the loss term of a token, -1 for none
 ADVANTAGES = "rollout_corr_advantages"  # (R, B)
-TOOLS = "rollout_corr_tools"  # (R,), present if results of tools are between tokens of the loss
+TOOLS = "rollout_corr_tools"  # (R,), present if tool results lie between tokens of the loss
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")  # for a dump or a diagnosis
 TEXT_PREFIX = "rollout_corr_"
 
@@ -85,8 +85,8 @@ def checked(sample: RolloutSample) -> RolloutSample:
 
 class AnnotatedSamples(torch.utils.data.IterableDataset):
     """
-    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` has the
-    optimizer step of each version of the weights.
+    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` maps
+    each version of the weights to its optimizer step.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LayoutCollator:
         terms = [list(_number_terms(of_row)) for of_row in samples]
         _check_order(batch, terms)
         batch[TERMS] = _padded(terms, -1, torch.int32)
-        # padded completions have no token of the loss
+        # padded completions contain no token of the loss
         for key, name, padding in (
             (ADVANTAGES, "advantage", 0.0),
             *((key, key, np.nan) for key in (REWARDS, ROLLOUT_STEP)),
@@ -132,7 +132,7 @@ class LayoutCollator:
         return batch
 
     def _text(self, samples: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
-        """Prompts and completions, each `(R, B, ...)`."""
+        """Prompts and completions with their masks, each `(R, B, ...)`."""
         pairs = [[np.split(np.asarray(x["input_ids"]), [_start(x)]) for x in of_row] for of_row in samples]
         text = {}
         for part, name in enumerate(("prompt", "completion")):
@@ -143,7 +143,10 @@ class LayoutCollator:
 
 
 def _start(sample: Mapping[str, Any]) -> int:
-    """Index of the first token of the loss, where the completion begins. The first token of a sample has no prediction."""
+    """
+    Index of the first token of the loss, where the completion begins. Nothing predicts the first
+    token of a sample.
+    """
     trained = np.flatnonzero(np.asarray(sample["completion_mask"])[1:])
     return int(trained[0]) + 1 if len(trained) else len(sample["input_ids"])
 

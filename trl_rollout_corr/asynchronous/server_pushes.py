@@ -15,7 +15,7 @@ from .trl_parts import AsyncRolloutWorker
 class PushesToServer(Pushes):
     """Pushes of the asynchronous trainer."""
 
-    scores_at_once = False  # samples of older weights come at any time
+    scores_at_once = False  # samples from older weights arrive at any time
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -38,8 +38,8 @@ class PushesToServer(Pushes):
 
     @property
     def is_adapter(self) -> bool:
-        """True if the server loads an adapter from files, and the trainer pushes no weights."""
-        return getattr(self.trainer, "_lora_sync", False)  # a newer TRL may have no such attribute
+        """True if the server loads an adapter from files and the trainer pushes no weights."""
+        return getattr(self.trainer, "_lora_sync", False)  # a newer TRL may lack this attribute
 
     def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         trainer, length = self.trainer, ids.shape[1]

@@ -4,7 +4,7 @@ Asynchronous GRPO with rollout correction.
 TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities,
 runs the model once, and combines the three. Here it gets placeholders
 ([`~trl_rollout_corr.asynchronous.placeholders.Placeholder`]), which are filled after the forward
-pass. So the correction knows the log-probabilities of the policy without a forward pass of its own.
+pass. So the correction knows the log-probabilities of the policy without another forward pass.
 
 `B` completions of this rank's row, `T` tokens from the first of the loss to the last of a
 completion.
@@ -46,10 +46,10 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, As
     r"""
     Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
 
-    It has all parameters of TRL's `AsyncGRPOConfig` and of [`RolloutCorrectionConfig`].
+    It takes all parameters of TRL's `AsyncGRPOConfig` and of [`RolloutCorrectionConfig`].
 
     Raises:
-        `ValueError`: also if the mean of batch normalisation would be over a single sequence.
+        `ValueError`: also if batch normalisation would average over a single sequence.
     """
 
     _checks_of_trainer = CHECKS
@@ -69,22 +69,21 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between
     vLLM and the trainer.
 
-    Takes the arguments of `AsyncGRPOTrainer`, with a [`RolloutCorrectedAsyncGRPOConfig`] as `args`.
-    With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and
-    gradients are TRL's, bit for bit: PPO clipped around the sampler, which is `bypass_ppo_clip`
-    without the bound of `rollout_clip_ratio_c`.
+    The trainer takes the arguments of `AsyncGRPOTrainer`, with a
+    [`RolloutCorrectedAsyncGRPOConfig`] as `args`. With `rollout_metrics_only=True`, or with neither
+    weights nor rejection nor bypass, losses and gradients are TRL's, bit for bit: PPO clipped
+    around the sampler, which is `bypass_ppo_clip` without the bound of `rollout_clip_ratio_c`.
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks,
     monitor, dump), `compute_loss` (the correction), `get_train_dataloader` (age and reward of each
     sample), `_sync_weight` (optimizer step of each version of the weights), `train` and `log`
     ([`~trl_rollout_corr.trainers.batches.CorrectsBatches`]).
 
-    TRL's trainer needs GPUs. `examples/async_on_cpu.py` has what it needs on a CPU.
+    TRL's trainer needs GPUs. `examples/async_on_cpu.py` shows what it takes to run on a CPU.
 
     Attributes:
         rollout_step (`int`, *optional*):
-            Optimizer step of the weights on the server, if they are older than the trainer's on
-            purpose.
+            Optimizer step of the server's weights, if they are older than the trainer's on purpose.
 
     Example:
 
@@ -152,7 +151,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         samples.queue = self._watched_queue = WatchedQueue(samples.queue)
         batcher.dataset = AnnotatedSamples(samples, self._watched_queue, self._step_of_version)
         with_text = any(watcher.reads_text for watcher in self._watchers) or bool(self._pushes.server)
-        inner = dataloader.base_dataloader  # Accelerate's around torch's
+        inner = dataloader.base_dataloader  # Accelerate's data loader wraps torch's
         inner.collate_fn = LayoutCollator(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
     def _sync_weight(self) -> None:

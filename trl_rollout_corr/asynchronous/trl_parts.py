@@ -1,4 +1,6 @@
-"""Parts of TRL's asynchronous trainer, whose module has the names of all of them, wherever they are defined."""
+"""
+Parts of TRL's asynchronous trainer. Its module knows all their names, wherever they are defined.
+"""
 
 import sys
 import warnings
@@ -10,10 +12,10 @@ from ..trainers.trl_interface import SHARED
 from ..trainers.versions import TESTED
 
 
-_PLACES = ("trl", "trl.experimental.async_grpo")  # of the class, the newest first
+_PLACES = ("trl", "trl.experimental.async_grpo")  # places of the class, the newest first
 _PARTS = ("AsyncGRPOConfig", "AsyncRolloutWorker", "RolloutSample", "TreeRow")
-# Methods of the trainer in use, with their parameters: `trl_interface.py` has those of the other
-# trainers
+# Methods of the trainer in use, with their parameters; `trl_interface.py` lists the methods of the
+# other trainers
 METHODS = {
     "compute_loss": SHARED["compute_loss"],
     "get_train_dataloader": ["self"],
@@ -24,9 +26,9 @@ METHODS = {
 
 
 def _module(name: str) -> Any:
-    """A module; `None` if it is not there. An error in the module itself is raised."""
+    """A module; `None` if it does not exist. Errors in the module itself are raised."""
     try:
-        with warnings.catch_warnings():  # about an import that is not the user's
+        with warnings.catch_warnings():  # TRL warns about an import that the user did not write
             warnings.filterwarnings("ignore", message="You are importing from 'trl.experimental'")
             return import_module(name)
     except ModuleNotFoundError as error:
@@ -36,7 +38,10 @@ def _module(name: str) -> Any:
 
 
 def find_parts() -> dict[str, Any]:
-    """The asynchronous trainer of the installed TRL and its parts, by name. A missing part is an `ImportError`."""
+    """
+    The asynchronous trainer of the installed TRL and its parts, by name. An `ImportError` if one is
+    missing.
+    """
     owners = [getattr(_module(place), "AsyncGRPOTrainer", None) for place in _PLACES]
     trainer = next((owner for owner in owners if owner is not None), None)
     if trainer is None:

@@ -7,7 +7,7 @@ In Axolotl's YAML:
     plugins: [trl_rollout_corr.axolotl.RolloutCorrectionPlugin]
     rollout_correction: auto
 
-Axolotl has to be installed to import this module. The rest of the package does not import it.
+This module needs Axolotl to be installed. The rest of the package does not import it.
 """
 
 from .plugin import RolloutCorrectionArgs, RolloutCorrectionPlugin

@@ -1,6 +1,6 @@
 """
 The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer
-takes the place of its own.
+replaces Axolotl's.
 
 Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a stand-in of its
 interface.
@@ -18,8 +18,8 @@ from ..settings.config import RolloutCorrectionConfig
 FIELDS = [*RolloutCorrectionConfig.__dataclass_fields__]
 KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
 RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
-# Named and not imported: Axolotl joins the fields of its plugins when its trainers are imported,
-# which must come later
+# A name, because the import must come later: importing Axolotl's trainers joins the fields of its
+# plugins
 TRAINER = "trl_rollout_corr.axolotl.trainer.RolloutCorrectedAxolotlTrainer"
 
 
@@ -33,7 +33,10 @@ class RolloutCorrectionPlugin(BasePlugin):
     """
 
     def register(self, cfg: dict) -> None:
-        """Refuse settings of Axolotl that cannot be corrected, and name the corrected trainer, unless the YAML has one."""
+        """
+        Refuse settings of Axolotl that cannot be corrected, and name the corrected trainer unless
+        the YAML names one.
+        """
         of_trl = cfg.get("trl") or {}
         if cfg.get("rl") != "grpo":
             raise ValueError(
@@ -54,8 +57,8 @@ class RolloutCorrectionPlugin(BasePlugin):
                 )
         if not of_trl.get("use_vllm"):
             raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it to true.")
-        # A class that a plugin returns gets neither model nor reward functions from Axolotl; a name
-        # in the YAML does
+        # Axolotl passes model and reward functions only to a trainer named in the YAML, not to a
+        # class that a plugin returns
         cfg["trainer_cls"] = cfg.get("trainer_cls") or TRAINER
 
     def get_input_args(self) -> str:

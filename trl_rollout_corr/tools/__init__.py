@@ -1,1 +1,3 @@
-"""What observes, explains and translates. A tool is imported when a setting or a command asks for it."""
+"""
+Tools that observe, explain and translate. A setting or a command that needs a tool imports it.
+"""

@@ -1,4 +1,4 @@
-"""Bounds that can hardly be meant. No torch."""
+"""Warnings about bounds that are probably mistakes. No torch."""
 
 import math
 from typing import Any
@@ -8,12 +8,12 @@ from ..settings.thresholds import Bounds
 
 
 _FIELD = "rollout_rs_threshold"
-# A weight, of which published caps end at 20; nats per token; and factors per token
+# A weight (published caps end at 20), nats per token, and factors per token
 _LARGEST_WEIGHT, _LARGEST_MEAN, _MEAN_RATIOS = 100.0, 1.0, (0.1, 10.0)
 
 
 def warn_about_bounds(settings: Any) -> None:
-    """Warn about bounds of weights and criteria of [`Settings`] that no token or completion is likely to pass."""
+    """Warn about bounds in [`Settings`] that hardly any token or completion exceeds."""
     field = "vllm_importance_sampling_clip_max" if settings.by_trl else "rollout_is_threshold"
     if settings.bounding is not None:
         uppers = [settings.bounding.upper, *(settings.bounding.positive or ())[1:]]

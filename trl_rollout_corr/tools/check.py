@@ -21,7 +21,7 @@ from .translation.setting_files import read_document, read_file, system_of
 
 
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
-_MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one, and not for a name of the user
+_MISSPELT = 0.8  # similarity from which a name counts as misspelt, and not as the user's own
 _TRAINERS = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}
 
 
@@ -35,7 +35,7 @@ def check_installation(*, as_json: bool = False) -> tuple[str, bool]:
 
 
 def _check_installation(as_json: bool) -> tuple[str, bool]:
-    of = packages_distributions()  # vLLM has distributions of other names
+    of = packages_distributions()  # vLLM's distributions carry other names
     versions = {"python": platform.python_version(), "trl-rollout-corr": __version__}
     versions |= {name: version(of[name][0]) if name in of else "not installed" for name in _PACKAGES}
     versions["cuda"] = _cuda()
@@ -50,12 +50,12 @@ def _check_installation(as_json: bool) -> tuple[str, bool]:
 
 @contextmanager
 def _importing(purpose: str) -> Iterator[None]:
-    """Say what takes so long, and keep back what vLLM says below an error when it is imported."""
+    """Print what takes so long, and hide vLLM's messages below an error during the import."""
     sys.stderr.write(f"Importing PyTorch, TRL and vLLM to {purpose}. This takes up to a minute.\n")
     sys.stderr.flush()
     vllm, level = logging.getLogger("vllm"), os.environ.get("VLLM_LOGGING_LEVEL")
     before = vllm.level
-    if level is None:  # which vLLM gives its logger; without its own handlers, Python's level counts
+    if level is None:  # vLLM's level for its logger; without its handlers, Python's level counts
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         vllm.setLevel(logging.ERROR)
     try:
@@ -77,16 +77,16 @@ def _cuda() -> str:
 
 
 def _problem_of_trl() -> str | None:
-    """The reason why the trainers do not start, if there is one."""
+    """The reason why the trainers do not start; `None` if they do."""
     from ..trainers.versions import outside_window, release
 
     if outside := outside_window(release(), version("trl")):  # modules may be missing
         return outside
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TRL's, about the versions above
+            warnings.simplefilter("ignore")  # TRL warns about the versions above
             from ..trainers import trl_interface
-    except Exception as error:  # any error of the import stops the trainers, too
+    except Exception as error:  # any import error stops the trainers, too
         return f"trl {version('trl')} cannot be imported: {type(error).__name__}: {error}"
     return trl_interface.refusal((trl_interface.GRPOTrainer, trl_interface.RLOOTrainer))
 
@@ -103,7 +103,7 @@ def _untested() -> str:
 def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) -> tuple[str, bool]:
     """
     Report on a YAML file, read as a training script with TRL's parser would read it, and `True` if
-    it has no mistake. Without a `trainer`, it is the one that knows most keys of the file.
+    it is free of mistakes. The default `trainer` is the one that knows most keys of the file.
     """
     settings, mistakes = _read(path)
     with _importing(f"read {visible(path)} as the trainer would"):
@@ -144,7 +144,7 @@ def _check_settings(
 
 
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a YAML file, and what is wrong with its keys."""
+    """Settings of a YAML file, and sentences about wrong keys."""
     try:
         settings, node = read_document(read_file(path))
     except ValueError as error:
@@ -181,7 +181,7 @@ def _fields(cls: Any) -> set[str]:
 
 
 def _refused_by_trainer(config: Any, settings: Mapping[str, Any]) -> list[str]:
-    """What a trainer refuses when it is built, of settings that the configuration takes."""
+    """Errors that a trainer raises at its start about settings that the configuration accepts."""
     whole = [field.name for field in fields(config) if type(field.default) is int]
     numbers = [(name, settings[name]) for name in whole if isinstance(settings.get(name), float)]
     mistakes = [f"`{name}` is {x}, and must be a whole number." for name, x in numbers if not x.is_integer()]
@@ -203,7 +203,7 @@ def _refused_by_trainer(config: Any, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _warned_about_sampler(config: Any, trainer: str, *, given: bool) -> list[str]:
-    """What to say about a file that does not make vLLM the sampler."""
+    """Sentences about a file that does not make vLLM the sampler."""
     if config.use_vllm:
         return []
     state = "is false" if given else "is not set, and false by default"
@@ -233,12 +233,12 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
         except (ArithmeticError, ValueError, TypeError, ImportError, OSError) as error:
             words = [error.field] if isinstance(error, SettingError) else []
             words += re.findall(r"\w+", str(error))
-            if gone.isdisjoint(words):  # otherwise it may come from what was left out
+            if gone.isdisjoint(words):  # otherwise an omitted setting may cause it
                 errors.append(" ".join(str(error).split()))
             about = next((word for word in words if word in given and word not in here), None)
             if about is None:
                 return None, errors, []
-            # Also fields that mean nothing without it, as `rollout_rs_threshold` without
+            # Also fields that mean nothing without it, such as `rollout_rs_threshold` without
             # `rollout_rs`
             parts = {name for name in given if name == about or name.startswith(f"{about}_")}
             gone |= parts
@@ -248,11 +248,11 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
 
 
 def _parse(config_class: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """A configuration as TRL's scripts build it from a file, and the texts of its warnings."""
+    """A configuration as TRL's scripts build it from a file, and its warnings."""
     from trl import TrlParser
 
     class Parser(TrlParser):
-        def error(self, message: str) -> NoReturn:  # argparse would leave
+        def error(self, message: str) -> NoReturn:  # argparse would exit
             raise ValueError(message)
 
     with warnings.catch_warnings(record=True) as caught:

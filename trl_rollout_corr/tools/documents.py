@@ -10,9 +10,9 @@ from ..messages import SelfContainedError, nearest
 from .recipes import source
 
 
-_PRINTED = 5  # sections with a word, at most, that are printed and not listed
-# Words below a heading that a reader types and the section says in other words: `<!-- keywords:
-# wandb, dashboard -->`
+_PRINTED = 5  # up to this many sections with a word are printed, more are listed
+# Words that a reader types, below the heading of a section with other words:
+# `<!-- keywords: wandb, dashboard -->`
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
 
@@ -27,7 +27,10 @@ def pages() -> dict[str, Path]:
 
 
 def document(name: str | None = None) -> str:
-    """Text of a page, of a section (`page#section`), or of the sections that contain another word; or a list of all pages."""
+    """
+    Text of a page, of a section (`page#section`), or of sections that contain another word; by
+    default a list of all pages.
+    """
     paths = pages()
     if name is None:
         return _list(paths)
@@ -55,11 +58,11 @@ def _without_comments(text: str) -> str:
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
     """
-    The sections with a word in their heading or among their keywords, or all with the word if they
-    are few; and the first line of each other.
+    The sections with a word in their heading or keywords, or all sections with the word if they are
+    few, and the first line of each other one.
     """
-    found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and those with the word
-    named = []  # sections with the word in their heading or among their keywords
+    found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and its lines with the word
+    named = []  # sections with the word in their heading or keywords
     for page, path in paths.items():
         raw = path.read_text(encoding="utf-8").splitlines()
         for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(raw)), (len(raw), "", 0)]):
@@ -81,7 +84,7 @@ def _containing(word: str, paths: dict[str, Path]) -> str:
 
 
 def _list(paths: dict[str, Path]) -> str:
-    """Name of each page, and the question that it answers: `docs/README.md` has them."""
+    """Name of each page, and the question that it answers, from `docs/README.md`."""
     index = (folder() / "README.md").read_text(encoding="utf-8")
     width = max(map(len, paths))
     lines = []
@@ -104,7 +107,7 @@ def sections(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _section(text: str, page: str, name: str) -> str:
-    """The section of a text that has an anchor."""
+    """The section of a text with the anchor `name`."""
     headings = list(sections(text))
     places = {anchor: (first, level) for first, anchor, level in headings}
     if name not in places:

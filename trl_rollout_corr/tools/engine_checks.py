@@ -1,4 +1,7 @@
-"""Arguments of vLLM's engine and options of its sampling: which the installed vLLM knows, and which are doubtful."""
+"""
+Checks of vLLM's engine arguments and sampling options: which the installed vLLM knows, and which
+are doubtful.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -35,7 +38,7 @@ RESERVED = {
     "logprobs_mode": "TRL asks for the log-probabilities of the distribution sampled from, which the correction needs",
     "trust_remote_code": "set `trust_remote_code`",
 }
-# Arguments with which a log-probability may mean something else than the trainer's, and how
+# Arguments that may give log-probabilities another meaning than the trainer's, and why
 DOUBTFUL = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     "logits_processors": "A processor of logits changes what vLLM samples but not what the trainer scores, so that every "
@@ -68,7 +71,7 @@ def check_reserved(kwargs: Mapping[str, object]) -> None:
 
 def check_names(kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that the engine of the installed vLLM does not know."""
-    engine = getattr(vllm_generation, "LLM", None)  # missing without vLLM, about which TRL has an error of its own
+    engine = getattr(vllm_generation, "LLM", None)  # missing without vLLM, for which TRL raises its own error
     known = None if engine is None else known_arguments(engine)
     if known is not None and (unknown := [name for name in kwargs if name not in known]):
         raise ValueError(
@@ -78,12 +81,12 @@ def check_names(kwargs: Mapping[str, object]) -> None:
 
 
 def known_arguments(engine: Callable[..., Any]) -> set[str] | None:
-    """Names of all arguments of vLLM's engine, or `None` if they cannot be told."""
+    """Names of all arguments of vLLM's engine, or `None` if unknown."""
     try:
         from vllm.engine.arg_utils import EngineArgs
 
         own, passed_on = (inspect.signature(function).parameters for function in (engine, EngineArgs))
-    except Exception:  # vLLM has moved them, so that vLLM itself has to refuse
+    except Exception:  # vLLM moved them, so vLLM itself must refuse
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in passed_on.values()):
         return None
@@ -91,10 +94,10 @@ def known_arguments(engine: Callable[..., Any]) -> set[str] | None:
 
 
 def known_sampling_options() -> set[str] | None:
-    """Names of the options of sampling of the installed vLLM, or `None` if they cannot be told."""
+    """Names of the sampling options of the installed vLLM, or `None` if unknown."""
     try:
         parameters = inspect.signature(vllm_generation.SamplingParams).parameters.values()
-    except Exception:  # there is no vLLM, or it does not say
+    except Exception:  # vLLM is missing or does not tell
         return None
     return None if any(it.kind is it.VAR_KEYWORD for it in parameters) else {it.name for it in parameters}
 
@@ -106,7 +109,10 @@ def _version() -> str:
 
 
 def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
-    """Warn about arguments that may change what a log-probability means, and about those that vLLM does not read."""
+    """
+    Warn about arguments that may change what a log-probability means, and about arguments that vLLM
+    ignores.
+    """
     field = "rollout_engine_kwargs"
     for name, doubt in DOUBTFUL.items():
         if kwargs.get(name):
@@ -146,7 +152,9 @@ def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *,
 
 
 def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
-    """Refuse options of sampling that vLLM does not have, and warn about one seed. A server may have another vLLM."""
+    """
+    Refuse sampling options that vLLM lacks, and warn about one seed. A server may run another vLLM.
+    """
     seed = kwargs.get("seed")
     if colocated and seed is not None:
         warn(
@@ -166,7 +174,10 @@ def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
 
 
 def check_generation_kwargs(config: Any) -> None:
-    """Refuse arguments with which vLLM returns log-probabilities of another distribution than it samples from."""
+    """
+    Refuse arguments that make vLLM return log-probabilities of another distribution than it samples
+    from.
+    """
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -203,7 +214,10 @@ def check_routing(config: Any, settings: Settings) -> None:
 
 
 def check_support(config: Any, settings: Settings, *, truncates: bool) -> None:
-    """Refuse `rollout_support` where the sampler returns no kept tokens, or where it was never run; warn if none are cut."""
+    """
+    Refuse `rollout_support` where the sampler returns no kept tokens or was never tested; warn if
+    it cuts none.
+    """
     if settings.rollout_support is None or not config.use_vllm:
         return
     reason = None

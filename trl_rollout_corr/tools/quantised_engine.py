@@ -14,13 +14,15 @@ from trl.generation import vllm_generation
 from ..messages import nearest, notify
 
 
-# Layers that keep their type, as heads and embeddings do in vLLM anyway: routers of experts, and
-# towers of images
+# Layers that keep their type: routers of experts and vision towers. Heads and embeddings keep it in
+# vLLM anyway
 KEPT = ["*.gate", "*.router", "*.router.*", "*.shared_expert_gate", "visual.*", "*.visual.*", "*vision_*"]
 
 
 def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
-    """Build an engine that quantises weights while it loads them, and say which of its layers do so."""
+    """
+    Build an engine that quantises weights while it loads them, and print which layers it quantises.
+    """
     scheme = kwargs["quantization"]
     check_scheme(scheme, of_trl)
     parts: dict[str, Any] = dict(kwargs.get("quantization_config") or {})
@@ -28,11 +30,10 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
         parts["ignore"] = [*KEPT, *parts.get("ignore", [])]
     try:
         llm = built(**{**of_trl, **kwargs, "quantization_config": parts})
-        token = vllm_generation.SamplingParams(max_tokens=1, temperature=0.0)  # kernels may be missing only here
+        token = vllm_generation.SamplingParams(max_tokens=1, temperature=0.0)  # missing kernels may show only here
         llm.generate([{"prompt_token_ids": [0]}], token, use_tqdm=False)
     except Exception as error:
-        # A scheme that works shows that the test itself does: the engine may have failed for
-        # another reason
+        # A working scheme shows that the test itself works. The engine may fail for another reason
         working = [] if scheme == "online" or computes(scheme) else [repr(x) for x in schemes() if computes(x)]
         if working:
             raise ValueError(
@@ -48,7 +49,7 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
     layers = ", ".join(summary.partition(":")[0] for summary in summaries or ())
     if layers:
         notify(f"{_named(scheme)}: vLLM rounds {layers}. All other layers keep their type.")
-    elif summaries is not None:  # vLLM before 0.30 does not say
+    elif summaries is not None:  # vLLM before 0.30 does not tell
         notify(
             f"{_named(scheme)}, which has no effect: vLLM rounds no layer of this model. "
             f"Set another of {', '.join(map(repr, schemes()))}, or remove it."
@@ -61,14 +62,14 @@ def _named(scheme: object) -> str:
 
 
 def schemes() -> list[str]:
-    """Names of schemes with which the installed vLLM quantises weights while it loads them."""
+    """Names of schemes by which the installed vLLM quantises weights while it loads them."""
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
     return ["fp8", *ONLINE_QUANT_SHORTHAND_NAMES]  # an older name of `fp8_per_tensor`
 
 
 def check_scheme(scheme: object, of_trl: Mapping[str, Any]) -> None:
-    """Refuse a scheme that vLLM does not have, and one for a model that is quantised already."""
+    """Refuse a scheme that vLLM lacks, and any scheme for a model that is quantised already."""
     if scheme not in schemes():
         raise ValueError(
             f"{_named(scheme)}, which is not a scheme that this vLLM can apply while it loads weights: "
@@ -94,7 +95,7 @@ def computes(scheme: str) -> bool:
     config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=None)  # all that a layer asks for
     try:
         with set_current_vllm_config(config), torch.device(current_platform.device_type), torch.no_grad():
-            # `mxfp4` and `mxfp8` are names of formats of a checkpoint, too: so all are given as
+            # `mxfp4` and `mxfp8` also name formats of a checkpoint, so all schemes are given as
             # parts
             parts = {"linear": {"fp8": "fp8_per_tensor"}.get(scheme, scheme)}
             online = OnlineQuantizationConfig(resolve_quantization_config("online", parts))
@@ -102,6 +103,6 @@ def computes(scheme: str) -> bool:
             layer.weight.weight_loader(layer.weight, torch.ones(256, 256, dtype=dtype))
             layer.quant_method.process_weights_after_loading(layer)
             layer(torch.ones(2, 256, dtype=dtype))
-    except Exception:  # of a scheme without a part for linear layers, too
+    except Exception:  # also for a scheme without a part for linear layers
         return False
     return True

@@ -1,4 +1,4 @@
-"""Numbers and settings as text, and files that appear whole."""
+"""Numbers and settings as text, and files that appear only when complete."""
 
 import math
 import os
@@ -10,18 +10,20 @@ from typing import IO
 import yaml
 
 
-# Marks of direction, which reorder the text around them, control characters, which a page must not
-# contain, and halves of characters, which no file can contain
+# Marks of direction reorder the text around them, control characters may not be in a page, and no
+# file can contain halves of characters
 _UNSEEN = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Text in which marks of direction and control characters are written out, such as `\\u202e`."""
+    """Text with marks of direction and control characters written out, such as `\\u202e`."""
     return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number in a sentence: a few digits, and powers of ten only where zeros would have to be counted."""
+    """
+    A number in a sentence, with a few digits, and a power of ten only to spare counting zeros.
+    """
     if value is None:
         return ""
     if math.isnan(value):

@@ -1,9 +1,9 @@
 """
-An adapter of PEFT in a push of weights, which leaves the base model as it is.
+A push of a PEFT adapter that leaves the base model as it is.
 
-TRL pushes an adapter by merging it into the base, sending the base, and taking the adapter away
-again. In bfloat16 that changes the base a little at every push. Here PEFT merges each layer into a
-copy in float32, which is rounded once and sent.
+TRL pushes an adapter by merging it into the base, sending the base, and unmerging it. In bfloat16
+that changes the base a little at every push. Here PEFT merges each layer into a copy in float32,
+which is rounded once and sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,16 +15,16 @@ import torch
 from torch.nn import Module, Parameter
 
 
-# Types of a base that PEFT can merge into a copy of
+# Types of a base whose copy PEFT can merge into
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
 def leaving_base_alone(model: Any, fsdp_version: int | None = None) -> Iterator[bool]:
     """
-    Context of a push in which `merge_adapter` of a PEFT model changes no weight: until
-    `unmerge_adapter`, `named_parameters` has the merged weights instead. True if it does so;
-    elsewhere TRL merges.
+    Context of a push in which `merge_adapter` of a PEFT model changes no weight. Until
+    `unmerge_adapter`, `named_parameters` returns the merged weights instead. Yields True if that
+    works; otherwise TRL merges.
     """
     layers = _layers_with_adapters(model)
     # FSDP1 flattens parameters, and its modules are read without asking the model
@@ -56,7 +56,7 @@ def leaving_base_alone(model: Any, fsdp_version: int | None = None) -> Iterator[
 
 
 def _layers_with_adapters(model: Any) -> list[Any]:
-    """Layers of PEFT that have an adapter; none if the model has no adapter to merge."""
+    """Layers of PEFT with an adapter; none if the model has nothing to merge."""
     if not hasattr(model, "merge_adapter"):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -65,7 +65,10 @@ def _layers_with_adapters(model: Any) -> list[Any]:
 
 
 def _can_be_copied(layer: Any) -> bool:
-    """True if all that a merge changes are parameters of the base layer itself, in a type and a place to compute with."""
+    """
+    True if a merge changes only parameters of the base layer itself, in a type and a place to
+    compute with.
+    """
     base = layer.get_base_layer()
     own = [*base.parameters(recurse=False)]
     return (
@@ -77,18 +80,18 @@ def _can_be_copied(layer: Any) -> bool:
 
 class MergedWeights:
     """
-    Weights of a base model with its active adapters merged, by parameter of the base. They are made
-    for one layer at a time, so that no more than a layer is in memory twice.
+    Weights of a base model with its active adapters merged, by parameter of the base. They are
+    computed for one layer at a time, so that at most one layer is in memory twice.
     """
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers: dict[
             int, list[Any]
-        ] = {}  # by parameter of their base; several where a weight is tied, or of experts
+        ] = {}  # by parameter of their base; several for a tied weight and for experts
         for layer in layers:
             for parameter in layer.get_base_layer().parameters(recurse=False):
                 self._layers.setdefault(id(parameter), []).append(layer)
-        self._made: dict[int, torch.Tensor] = {}  # of the latest layer, by parameter
+        self._made: dict[int, torch.Tensor] = {}  # merged weights of the latest layer, by parameter
 
     def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
         """The merged weight of a parameter of the base; any other parameter as it is."""
@@ -129,18 +132,18 @@ def _merge(layers: list[Any]) -> dict[int, torch.Tensor]:
         merged = {key: copied.detach().to(of.dtype, copy=True) for key, (of, copied) in copies.items()}
         for layer in reversed(layers):
             if layer.merged:
-                layer.unmerge()  # from the copies, so that PEFT forgets about them
+                layer.unmerge()  # unmerges the copies, so that PEFT forgets about them
     return merged
 
 
 @contextmanager
 def _with_parameters(module: Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Module with other parameters of its own, and afterwards with those of before."""
+    """Context in which a module's own parameters are replaced."""
     before = dict(module._parameters)
     try:
         for name, parameter in before.items():
             if parameter is not None:
-                module._parameters[name] = change(parameter)  # type: ignore[assignment]  # a parameter all the same
+                module._parameters[name] = change(parameter)  # type: ignore[assignment]  # it works as a parameter
         yield
     finally:
         for name, parameter in before.items():

@@ -1,6 +1,6 @@
 """
-Fingerprints of weights: of those that are sent to vLLM, and of those that vLLM holds. Runs in the
-process of the engine, which may be a server.
+Fingerprints of the weights that are sent to vLLM, and of the weights that vLLM holds. This runs in
+the process of the engine, which may be a server.
 
 vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM
 covers all elements in any order, and the fingerprint of a tensor that is sent covers a few columns:
@@ -21,7 +21,7 @@ _AS_BITS = READABLE | QUANTISED
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
     """
-    Integer that depends on each bit of a tensor, `()`. It is on the device of the tensor, so
+    Integer, `()`, that depends on each bit of a tensor. It stays on the device of the tensor, so
     nothing waits.
 
     A change of one element changes the sums of its row and of its column. The sums are hashed with
@@ -42,7 +42,10 @@ def _hash(sums: torch.Tensor) -> torch.Tensor:
 
 
 def some_columns(x: torch.Tensor) -> torch.Tensor:
-    """A few columns of a matrix or of the experts of a layer, and all of a vector. NaN becomes 0: a NaN has many forms."""
+    """
+    A few columns of a matrix or of a layer's experts, or a whole vector. NaN becomes 0, because it
+    comes in many forms.
+    """
     return (_some(x) if x.dim() > 1 else x).nan_to_num(nan=0.0)
 
 
@@ -51,7 +54,9 @@ def _some(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed_columns(layer: Any) -> torch.Tensor:
-    """The same columns of a weight that is packed for a CPU kernel: the answers of the layer to unit vectors."""
+    """
+    The same columns of a weight packed for a CPU kernel: the outputs of the layer for unit vectors.
+    """
     weight = layer.weight
     width = (
         weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None) or layer.input_size
@@ -65,17 +70,17 @@ def packed_columns(layer: Any) -> torch.Tensor:
 
 def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
     """
-    Weights that a model of vLLM holds, and where it puts weights of some names in the trainer's
-    checkpoint.
+    Weights that a model of vLLM holds, and the tensors where it puts some weights of the trainer's
+    checkpoint, given by `names`.
 
-    `held` has the fingerprints of each tensor of the model, one for each form in which a layer
-    keeps it; summed over `group`, the ranks that share the model. `places` has the tensors that
-    hold each weight, for the weights where that is certain; `""` is the whole model. `quantised`
-    has the names of tensors of 8 bits, or of 4, and `unreadable` the weights that are held in
-    another form. All have only lists and numbers, for a server.
+    `held` maps each tensor of the model to its fingerprints, one for each form in which a layer
+    keeps it, summed over `group`, the ranks that share the model. `places` maps each weight to the
+    tensors that hold it, where that is certain; `""` means the whole model. `quantised` lists
+    tensors of 8 or 4 bits, and `unreadable` the weights held in another form. All consist of lists
+    and numbers, because a server must send them.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
-    of_memory: dict[Any, list[torch.Tensor]] = {}  # layers that are tied share the memory of their weights
+    of_memory: dict[Any, list[torch.Tensor]] = {}  # tied layers share the memory of their weights
     unreadable, quantised = set(), []
     for prefix, layer in model.named_modules():
         for parameter, x in layer.named_parameters(recurse=False):
@@ -86,7 +91,7 @@ def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
             if x.dtype in _AS_BITS and x.numel() and not forms:
                 forms.append(fingerprint(x))
             packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
-            if x.dtype in READABLE and packed and group is None:  # in a group each rank has other columns
+            if x.dtype in READABLE and packed and group is None:  # in a group each rank holds other columns
                 forms.append(fingerprint(packed_columns(layer)))
             forms_of[name] = forms
             if not forms:
@@ -110,7 +115,10 @@ def _numbers(fingerprints: dict[str, list[torch.Tensor]], group: Any) -> dict[st
 
 
 def _name_in_vllm(model: Any, name: str) -> str | None:
-    """Name of the tensor of vLLM into which a weight is fused, by vLLM's own rules; `None` if vLLM ignores the weight."""
+    """
+    Name of vLLM's tensor that a weight is fused into, by vLLM's own rules; `None` if it ignores the
+    weight.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     rule = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None)
     if rule and (name := rule(name)) is None:
@@ -124,12 +132,12 @@ def _name_in_vllm(model: Any, name: str) -> str | None:
 
 
 def _place(name: str | None, held: dict[str, list], unreadable: set[str]) -> list[str]:
-    """Tensors that hold a weight of vLLM; the whole model (`""`) if they are unknown; none if they cannot be read."""
+    """Tensors that hold a weight in vLLM; the whole model (`""`) if unknown; none if unreadable."""
     if name is None or name in unreadable:
         return []
     if name in held:
         return [name]
-    if ".experts." in name:  # of all experts of a layer together
+    if ".experts." in name:  # vLLM keeps all experts of a layer in one tensor
         prefix = name.split(".experts.")[0] + ".experts."
         experts = [tensor for tensor in held if tensor.startswith(prefix)]
         if experts and not any(tensor.startswith(prefix) for tensor in unreadable):

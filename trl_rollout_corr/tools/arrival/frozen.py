@@ -9,7 +9,7 @@ from ...messages import capitalized, notify
 from .fingerprints import QUANTISED, READABLE, fingerprint
 
 
-MOST = 8  # weights of which fingerprints are taken
+MOST = 8  # weights to fingerprint
 SEE = "See `trl-rollout-corr docs debugging#frozen-weights-change`."
 
 
@@ -17,10 +17,9 @@ class FrozenCheck:
     """
     Compares fingerprints of some frozen weights before and after each push.
 
-    Training does not change them, and a push should not. TRL merges an adapter into them and takes
-    it away again, which rounds twice: in bfloat16 the base drifts, and a quantised base is
-    quantised again from what is left. Sampler and trainer share the drift, so that no gap between
-    them shows it.
+    Training does not change them, and a push should not. TRL merges an adapter into them and
+    unmerges it, which rounds twice. In bfloat16 the base drifts, and a quantised base is quantised
+    again from the result. Sampler and trainer share the drift, so no gap between them shows it.
 
     A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`]
     raises an error at the next push. `model` is the trainer's, not wrapped; `on_any_rank` tells all
@@ -29,7 +28,7 @@ class FrozenCheck:
 
     def __init__(self, model: torch.nn.Module, on_any_rank: Callable[[bool], bool]) -> None:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        # first weights under an adapter, which a merge changes
+        # weights under an adapter first, because a merge changes them
         under = {name: p for name, p in frozen.items() if ".base_layer." in name} or frozen
         names = [*under]
         self._chosen = {name: under[name] for name in names[:: max(1, len(names) // MOST)][:MOST]}
@@ -40,13 +39,16 @@ class FrozenCheck:
         self._ended = ""
 
     def before(self) -> None:
-        """Take fingerprints before a push. A `RuntimeError` if the push before has changed a quantised base."""
+        """
+        Take fingerprints before a push. A `RuntimeError` if the previous push changed a quantised
+        base.
+        """
         if self._ended:
             raise RuntimeError(self._ended)
         self._before = {} if self.changed else self._read()
 
     def after(self, step: int) -> None:
-        """Report frozen weights that a push, after optimizer step `step`, has changed."""
+        """Report frozen weights that a push after optimizer step `step` changed."""
         if self.changed or not self._chosen:
             return
         now = self._read()
@@ -76,7 +78,7 @@ class FrozenCheck:
         )
 
     def _read(self) -> dict[str, torch.Tensor]:
-        """Fingerprints of the chosen weights, or of the parts that this rank has."""
+        """Fingerprints of the chosen weights, or of this rank's parts of them."""
         return {
             name: fingerprint(part)
             for name, p in self._chosen.items()
@@ -85,7 +87,7 @@ class FrozenCheck:
 
 
 def _own_part(parameter: Any) -> torch.Tensor:
-    """The part of a parameter that this rank holds, with FSDP, ZeRO or without either."""
+    """The part of a parameter that this rank holds, with or without FSDP or ZeRO."""
     if hasattr(parameter, "to_local"):
         parameter = parameter.to_local()
     part: torch.Tensor = getattr(parameter, "ds_tensor", parameter)

@@ -1,6 +1,6 @@
 """
-The checks of a push of weights, for all trainers: what was sent is compared with what the sampler
-holds, and frozen weights of the trainer stay as they are.
+The checks of a push of weights, for all trainers. They compare what was sent with what the sampler
+holds, and check that frozen weights of the trainer do not change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,14 +36,14 @@ class PushChecks:
         self.rescore = Rescore(pushes, self._ask, self._count, self._longest, self._reason_not_to_ask)
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights on their way to the sampler, of which fingerprints are taken."""
+        """Weights on their way to the sampler, with fingerprints taken."""
         return self.weights.noting(weights)
 
     @contextmanager
     def pushing(self, folder_of_adapter: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
         """
-        A push of weights, which is checked afterwards. `folder_of_adapter` returns, after the push,
-        the folder of the adapter that was pushed in place of weights.
+        Context of a push of weights that is checked afterwards. `folder_of_adapter` returns, after
+        the push, the folder of the adapter that was pushed instead of weights.
         """
         trainer = self.trainer
         step = trainer.state.global_step
@@ -52,7 +52,7 @@ class PushChecks:
         self.frozen.after(step)
         if self.frozen.changed:
             trainer._about["frozen_base"] = ", ".join(self.frozen.changed[:3])  # for the dump
-        announced = trainer.rollout_step not in (None, step)  # a sampler may have older weights on purpose
+        announced = trainer.rollout_step not in (None, step)  # a sampler may hold older weights on purpose
         folder = folder_of_adapter()
         if folder is None:
             self.weights.judge(step, announced=announced, doubt=self.pushes.doubt)
@@ -64,14 +64,17 @@ class PushChecks:
 
     def keep(self, batch: dict[str, Any], sampled: torch.Tensor) -> None:
         """
-        Take completions of a batch that was just generated, to be scored once more after a push.
-        `sampled`, `(B, T)`, has the log-probabilities of the sampler.
+        Take completions of a batch that was just generated, to score them once more after a push.
+        `sampled`, `(B, T)`, holds the log-probabilities of the sampler.
         """
         if "prompt_ids" in batch:
             self.rescore.keep(batch, self.trainer._loss_mask(batch), sampled)
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
-        """What [`~trl_rollout_corr.tools.arrival.fingerprints.read`] tells of the sampler; `None` if it cannot be read."""
+        """
+        [`~trl_rollout_corr.tools.arrival.fingerprints.read`] applied to the sampler; `None` if it
+        cannot be read.
+        """
         generation = self.pushes.engine
         if generation is not None:
             worker = generation.llm.llm_engine.model_executor.driver_worker
@@ -81,12 +84,15 @@ class PushChecks:
         return read_server(self.pushes.server, names)
 
     def _ask(self, texts: list[list[int]]) -> list[list[float]]:
-        """Log-probability of each token of some texts but the first, of the sampler, without options of sampling."""
+        """
+        Log-probability of each token but the first of some texts, from the sampler without options
+        of sampling.
+        """
         generation = self.pushes.engine
         if generation is not None:
             return score_in_process(generation, texts)
         if self.pushes.server is not None:
-            # one request for each, so that all replicas behind an address are asked
+            # one request per text, to reach all replicas behind an address
             asked = [score_text(self.pushes.server, self.pushes.served_model, [text])[0] for text in texts]
         else:
             asked = []
@@ -96,12 +102,12 @@ class PushChecks:
         self.trainer._observer.add("train", sums)
 
     def _longest(self) -> int | None:
-        """Tokens that the sampler can read."""
+        """Most tokens that the sampler can read; `None` if unknown."""
         length: int | None = _get(self.trainer._engine_config, "model_config", "max_model_len")
         return length
 
     def _reason_not_to_ask(self) -> str:
-        """A reason why log-probabilities of a text are missing or wrong; empty without one."""
+        """A reason why log-probabilities of a text are missing or wrong, or an empty text."""
         if hasattr(self.trainer.processing_class, "image_processor"):
             return "a text that is scored once more cannot have images"
         if _get(self.trainer._engine_config, "speculative_config") is not None:
@@ -109,17 +115,20 @@ class PushChecks:
         return ""
 
     def _log_unmoved(self) -> None:
-        """Log the share of quantised tensors that stood still at the last push. TRL takes the mean over pushes."""
+        """
+        Log the share of quantised tensors that did not change at the last push. TRL averages over
+        pushes.
+        """
         if self.weights.unmoved is not None:
             self.trainer._metrics["train"][QUANTISED_UNMOVED].append(self.weights.unmoved)
 
     def _on_any_rank(self, value: bool) -> bool:
-        """True if the value is true on a rank. All ranks ask."""
+        """True if the value is true on any rank. All ranks must call it."""
         return bool(self.rescore.largest(int(value)))
 
 
 def _get(config: Any, *path: str) -> Any:
-    """A part of a configuration of vLLM, which is an object, or a mapping that a server returned; `None` if it is missing."""
+    """A part of vLLM's configuration, an object or a server's mapping; `None` if it is missing."""
     for name in path:
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return config

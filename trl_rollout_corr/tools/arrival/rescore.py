@@ -1,10 +1,10 @@
 """
-Some completions scored once more after a push, by the sampler and by the trainer, which then have
+Some completions scored once more after a push, by the sampler and by the trainer, which then hold
 the same weights.
 
-The log-probabilities of the same tokens, of the sampler when it drew them, of the sampler now, and
-of the trainer now, split the gap: `fresh_k3_kl` between trainer and sampler with equal weights, and
-`age_k3_kl` between the sampler now and then.
+Three log-probabilities of the same tokens split the gap: the sampler's when it drew them, the
+sampler's now, and the trainer's now. `fresh_k3_kl` measures trainer against sampler with equal
+weights, and `age_k3_kl` the sampler now against then.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from ...trainers.forward_pass import evaluating
 
 
 MOST = 8  # completions
-TOKENS = 4096  # of all of them together, with their prompts
+TOKENS = 4096  # in all of them together, with their prompts
 SPARSE = 32  # pushes between looks, at most
 SEE = "See `trl-rollout-corr docs causes#two-numbers-of-each-push`."
 
@@ -31,12 +31,12 @@ def is_due(push: int) -> bool:
 
 
 class Text(NamedTuple):
-    """A completion of a prompt, perhaps cut short, for `T` tokens."""
+    """A completion of a prompt, perhaps cut to `T` tokens."""
 
     prompt: list[int]
     completion: list[int]
     chosen: list[bool]  # tokens of the loss
-    sampled: list[float]  # log-probabilities of the sampler when it drew them
+    sampled: list[float]  # the sampler's log-probabilities when it drew them
 
     @property
     def ids(self) -> list[int]:
@@ -44,7 +44,7 @@ class Text(NamedTuple):
 
 
 class Rescored(SegmentedSums):
-    """Gaps of the tokens that were scored once more."""
+    """Sums of the gaps of tokens that were scored once more."""
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "fresh": ("fresh_k3", "fresh_tokens"),
@@ -62,10 +62,10 @@ class Rescore:
     every 32nd: at most eight, of at most 4,096 tokens together.
 
     `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text.
-    `ask` returns the log-probabilities of the sampler for each token of some texts but the first,
-    on the main process where that asks for all ranks. `count` takes the sums. `longest` is the
-    number of tokens that the sampler can read. `blind` is a reason why the log-probabilities of the
-    sampler are not to be trusted.
+    `ask` returns the log-probabilities of the sampler for each token but the first of some texts,
+    only on the main process if that asks for all ranks. `count` takes the sums. `longest` is the
+    most tokens that the sampler can read. `blind` is a reason not to trust the log-probabilities of
+    the sampler.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class Rescore:
     def keep(self, batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor) -> None:
         """
         Take completions of a batch that was just generated. `mask` is non-zero on the tokens of the
-        loss, and `sampled` has the log-probabilities of the sampler, both `(B, T)`.
+        loss, and `sampled` holds the log-probabilities of the sampler, both `(B, T)`.
         """
         if not self.wants_batch:
             return
         self._texts = choose(batch, mask, sampled, self.longest())
         if self._due and not self._older and self.pushes.scores_at_once:
-            self._look()  # at the first push there was no batch yet
+            self._look()  # the first push came before any batch
 
     def pushed(self, *, announced: bool = False) -> None:
         """
-        Score right after a push, if that is due. `announced` is true if the run has announced that
-        the sampler has older weights than the trainer, which are then not compared.
+        Score right after a push, if that is due. `announced` is true if the run announced that the
+        sampler holds older weights than the trainer. The two are then not compared.
         """
         if self.done:
             return
@@ -118,15 +118,15 @@ class Rescore:
             self._give_up(f"{reason}.")
             return
         texts = self._shared(self._texts or [])
-        most = self.largest(len(texts))  # every rank makes as many forward passes
+        most = self.largest(len(texts))  # every rank must make the same number of forward passes
         if not most:
-            return  # all completions are empty; there will be others
+            return  # all completions are empty; later ones may not be
         self._due = False
         scored, problem = [], ""
         try:
             with as_before(self.pushes.trainer.accelerator.device):
                 scored = self.ask([text.ids for text in texts]) if texts else []
-        except Exception as error:  # a server without this API, or one that is busy: no reason to end a run
+        except Exception as error:  # a busy server, or one without this API, is no reason to end a run
             problem = f"the sampler did not score a text ({type(error).__name__}: {error})."
         if self.largest(int(bool(problem))):
             self._give_up(problem or "the sampler of another rank did not score a text.")
@@ -139,7 +139,7 @@ class Rescore:
             self._give_up(f"the trainer did not score a text ({type(error).__name__}: {error}).")
             return
         self.looks += 1
-        asked = texts if len(scored) == len(texts) else []  # else the main process counts
+        asked = texts if len(scored) == len(texts) else []  # otherwise the main process counts
         self.count(self._sums(asked, scored, trained))
 
     def _sums(self, texts: Sequence[Text], scored: list[list[float]], trained: list[torch.Tensor]) -> Rescored:
@@ -156,7 +156,10 @@ class Rescore:
         return Rescored.of({name: x.float().to(device) for name, x in segments.items()})
 
     def _shared(self, texts: list[Text]) -> list[Text]:
-        """The texts that all ranks of a sampler score: of the first rank of an engine, or of the main process for a server."""
+        """
+        The texts that all ranks of a sampler score, from the first rank of an engine, or from the
+        main process for a server.
+        """
         generation = self.pushes.engine
         if generation is None:
             several = self.pushes.trainer.accelerator.num_processes > 1
@@ -168,14 +171,17 @@ class Rescore:
         return list(together[0])
 
     def largest(self, number: int) -> int:
-        """The largest of the numbers of all ranks."""
+        """The largest number over all ranks."""
         accelerator = self.pushes.trainer.accelerator
         if accelerator.num_processes == 1:
             return number
         return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
 
     def _score(self, text: Text) -> torch.Tensor:
-        """Log-probabilities of a completion under the trainer, in evaluation mode. All ranks call it as often."""
+        """
+        Log-probabilities of a completion under the trainer in evaluation mode. All ranks call it
+        equally often.
+        """
         trainer = self.pushes.trainer
         ids = torch.tensor([text.ids], device=trainer.accelerator.device)
         with evaluating(trainer._bare(trainer.model)):
@@ -196,7 +202,7 @@ def _chosen(text: Text, logps: Sequence[float]) -> torch.Tensor:
 
 
 def _gap(logps: torch.Tensor, of_sampler: torch.Tensor) -> torch.Tensor:
-    """Sum of `k3` over tokens where both are finite, and their number, `(2,)`."""
+    """`(2,)`: sum of `k3` over tokens where both are finite, and their number."""
     log_ratio = logps - of_sampler
     finite = log_ratio.isfinite()
     return torch.stack([k3(log_ratio[finite]).sum(), finite.sum().double()])
@@ -205,7 +211,10 @@ def _gap(logps: torch.Tensor, of_sampler: torch.Tensor) -> torch.Tensor:
 def choose(
     batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, longest: int | None
 ) -> list[Text]:
-    """Completions of a batch, evenly spaced, each cut short to its share of the tokens; of long prompts a single one."""
+    """
+    Evenly spaced completions of a batch, each cut to its share of the tokens; a single one if
+    prompts are long.
+    """
     n = len(batch["completion_ids"])
     rows = sorted({round(i * (n - 1) / max(1, MOST - 1)) for i in range(MOST)})
     room = TOKENS if longest is None else min(TOKENS, longest - 1)  # the sampler adds a token
@@ -220,7 +229,10 @@ def choose(
 def _text(
     batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, row: int, room: int
 ) -> Text | None:
-    """Completion of a row of a batch, of which `room` tokens fit with its prompt; `None` without a token of the loss."""
+    """
+    Completion in a row of a batch, cut so that it fits `room` tokens with its prompt; `None`
+    without a token of the loss.
+    """
     prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
     kept = batch["completion_mask"][row].bool()
     n = room - len(prompt)

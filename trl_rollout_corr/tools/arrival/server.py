@@ -1,9 +1,9 @@
 """
-A vLLM server through its own API: its configuration, weights, log-probabilities of a text, and
+A vLLM server seen through its own API: its configuration, weights, log-probabilities of a text, and
 adapters.
 
-A server that was started with our extension of its worker tells fingerprints of its weights, as a
-colocated vLLM does ([`read_server`]). Any other server scores a text ([`score_text`]), and lists
+A server that was started with our extension of its worker returns fingerprints of its weights, as a
+colocated vLLM does ([`read_server`]). Any other server can score a text ([`score_text`]) and list
 its adapters ([`AdapterCheck`]).
 """
 
@@ -43,9 +43,12 @@ def read_server(url: str, names: list[str]) -> dict[str, Any]:
 
 
 def score_text(url: str, model: str, texts: list[list[int]]) -> list[list[float]]:
-    """Log-probability of each token of some texts but the first, which a server computes without sampling options."""
+    """
+    Log-probability of each token but the first of some texts, from a server without options of
+    sampling.
+    """
     request: Any = {"model": model, "prompt": texts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    request["cache_salt"] = "scored once more"  # apart from the prompts of later requests
+    request["cache_salt"] = "scored once more"  # keeps later requests from reading these prompts
     response = requests.post(f"{url}/v1/completions", json=request, timeout=300)
     response.raise_for_status()
     choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
@@ -64,12 +67,12 @@ def adapters_of(url: str) -> set[str]:
 
 class AdapterCheck:
     """
-    Checks each adapter that is pushed to a server through files.
+    Check of each adapter that is pushed to a server through files.
 
-    The parameters that train and the files that are pushed are both hashed. If the parameters have
-    changed since the push before and the files have not, then something else than the adapter that
-    trains is pushed, and [`AdapterCheck.pushed`] raises an error. If the server then lacks the name
-    of the adapter, there is a warning.
+    It hashes the trained parameters and the pushed files. If the parameters changed since the
+    previous push and the files did not, the run pushes something else than the trained adapter, and
+    [`AdapterCheck.pushed`] raises an error. If the server then lacks the name of the adapter, it
+    warns.
     """
 
     def __init__(self) -> None:
@@ -79,7 +82,7 @@ class AdapterCheck:
     def pushed(self, url: str, name: str, folder: Path, trained: int, step: int) -> None:
         """
         Check a push of the files in `folder` to the server at `url`, after optimizer step `step`,
-        on the main process. `trained` is the fingerprint of the parameters that train.
+        on the main process. `trained` is the fingerprint of the trained parameters.
         """
         pushed, before = _hash_of(folder), self._before
         if pushed is None:
@@ -114,14 +117,14 @@ class AdapterCheck:
 
 
 def served_adapter(model: Any) -> Any:
-    """The `LoraConfig` of the adapter of a PEFT model that trains."""
+    """The `LoraConfig` of the trained adapter of a PEFT model."""
     return model.peft_config[model.active_adapters[0]]
 
 
 def check_patterns(url: str, adapter: Any) -> None:
     """
-    Refuse an adapter with ranks or scales for single layers, where the vLLM server at `url` would
-    serve it with one scale. `adapter` is its `LoraConfig`.
+    Refuse an adapter with ranks or scales for single layers if the vLLM server at `url` would serve
+    it with one scale. `adapter` is its `LoraConfig`.
     """
     patterns = {name: x for name in ("rank_pattern", "alpha_pattern") if (x := getattr(adapter, name, None))}
     if not patterns:

@@ -1,8 +1,8 @@
 """
 Check that pushed weights arrive in the sampler, by reading them there.
 
-A push that does not arrive raises no error, and `staleness_max` stays 0: the sampler keeps its
-first weights, or a part of them.
+A push that does not arrive raises no error and leaves `staleness_max` at 0, while the sampler keeps
+all or some of its first weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,34 +14,34 @@ from ...messages import notify
 from .fingerprints import READABLE, fingerprint, some_columns
 
 
-NEAR = 10  # pushes, within which a second failure ends the run, and after which quantised weights that stand still are told
+NEAR = 10  # pushes within which a second failure ends the run, and after which unmoved quantised weights are reported
 SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
-STILL = 5  # pushes of equal weights in a row, after which there is a warning
+STILL = 5  # consecutive pushes of equal weights before a warning
 
 
 class Push(NamedTuple):
     """Fingerprints after one push of weights."""
 
-    sent: dict[str, int]  # of each weight that was sent, in the type of the sampler
-    as_sent: dict[str, int]  # in its own type
-    held: dict[str, list]  # of each tensor of the sampler
-    trained: int  # of all parameters that train
+    sent: dict[str, int]  # by weight that was sent, in the type of the sampler
+    as_sent: dict[str, int]  # the same in its own type
+    held: dict[str, list]  # by tensor of the sampler
+    trained: int  # of all trained parameters
 
 
 class WeightCheck:
     """
-    Compares what was sent to the sampler with what the sampler holds, after each push.
+    Comparison after each push of what was sent to the sampler with what it holds.
 
     If a weight is sent with another value than at the push before, rounded to the sampler's type,
     then the tensor that holds it in the sampler must change as well. If not a single bit of the
-    tensor has changed, the weight did not arrive. Neither options of sampling nor precision can
+    tensor changed, the weight did not arrive, because neither options of sampling nor precision can
     explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an error.
 
-    Of a tensor that the sampler quantises, an update smaller than a step of its grid changes no
-    bit. So such a tensor is never called a failed push; [`WeightCheck.unmoved`] has the share of
-    those that stood still.
+    In a tensor that the sampler quantises, an update below a step of its grid changes no bit. So
+    such a tensor never counts as a failed push; [`WeightCheck.unmoved`] gives the share of
+    quantised tensors that did not change.
 
-    `read` returns what the sampler holds, and where it puts the weights of some names
+    `read` returns what the sampler holds, and where it puts given weights
     ([`~trl_rollout_corr.tools.arrival.fingerprints.read`]); `None` if the sampler cannot be read.
     `model` is the trainer's, not wrapped. `dtype` returns the type of the sampler's weights, which
     may be known only after a while.
@@ -57,8 +57,8 @@ class WeightCheck:
         self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
         self._still = self._all_unmoved = 0
         self._told_unread = self._told_unreadable = False
-        self._packed: list[str] = []  # weights of the latest push in a type of which no fingerprint is taken
-        # Share of the quantised tensors that stood still at the last push; `None` if unknown
+        self._packed: list[str] = []  # weights of the latest push in a type without fingerprints
+        # Share of the quantised tensors that did not change at the last push; `None` if unknown
         self.unmoved: float | None = None
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,14 +77,14 @@ class WeightCheck:
         if weight.dtype not in READABLE or not weight.numel():
             return
         columns = some_columns(weight.detach())
-        # in the type of the sampler, as rounding may remove a change there
+        # in the type of the sampler, because rounding may remove a change there
         self._sent[name] = fingerprint(columns.to(self._type)), fingerprint(columns)
 
     def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
         """
         Raise an error if weights did not arrive for the second time, after optimizer step `step`.
 
-        `announced` is true if the run has announced that the sampler gets older weights than the
+        `announced` is true if the run announced that the sampler gets older weights than the
         trainer's. `doubt` is a reason why the weights of the sampler may not matter. The error is
         then a warning.
         """
@@ -122,10 +122,10 @@ class WeightCheck:
         return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
 
     def _read(self, names: list[str]) -> dict | None:
-        """Weights that the sampler holds; `None` if it cannot be read, which is told once."""
+        """Weights that the sampler holds; `None` if it cannot be read, with one warning."""
         try:
             weights = self.read(names)
-        except Exception as error:  # whatever a release of vLLM does, a run must not end here
+        except Exception as error:  # no release of vLLM may end a run here
             if not self._told_unread:
                 self._told_unread = True
                 notify(
@@ -144,20 +144,22 @@ class WeightCheck:
         return weights
 
     def trained(self) -> int:
-        """Fingerprint of the parameters that train, or of the part that this rank has."""
+        """Fingerprint of the trained parameters, or of this rank's part of them."""
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters() if p.requires_grad]
         fingerprints = [fingerprint(some_columns(p.detach())) for p in parts if p.numel() and p.dtype in READABLE]
         return int(torch.stack(fingerprints).sum()) if fingerprints else 0
 
     def _missing(self, before: Push, now: Push) -> list[str]:
-        """Weights that were sent with another value than before, while all tensors that hold them stayed the same."""
+        """
+        Weights that were sent with a new value while all tensors that hold them stayed the same.
+        """
         changed = [name for name, x in now.sent.items() if before.sent.get(name, x) != x]
         missing = []
         for name in changed:
             place = self._places.get(name)
             if self._quantised and (place == [""] or not self._quantised.isdisjoint(place or [])):
                 continue
-            if place == [""]:  # the whole model, which other weights change as well
+            if place == [""]:  # other weights change the whole model, too
                 if 2 * len(changed) > len(now.sent) and now.held and now.held == before.held:
                     missing.append(name)
             elif place and all(_stayed(before.held.get(x), now.held[x]) for x in place):
@@ -165,7 +167,10 @@ class WeightCheck:
         return missing
 
     def _judge_quantised(self, before: Push, now: Push, step: int) -> None:
-        """Count the quantised tensors that stood still although weights in them were sent with another value than before."""
+        """
+        Count the quantised tensors that did not change although some of their weights were sent
+        with a new value.
+        """
         changed = {
             place
             for name in now.sent
@@ -176,7 +181,7 @@ class WeightCheck:
         if not tensors:
             return
 
-        def still(tensor: str) -> bool:  # and its scales
+        def still(tensor: str) -> bool:  # together with its scales
             return all(
                 before.held.get(x) == now.held[x] for x in now.held if x == tensor or x.startswith(f"{tensor}_scale")
             )
@@ -191,7 +196,7 @@ class WeightCheck:
             )
 
     def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
-        """Warn if the trainer's parameters change, and what is sent does not."""
+        """Warn if the trainer's parameters change but the sent weights do not."""
         if now.as_sent != before.as_sent:
             self._still = 0
         elif now.trained != before.trained:
@@ -220,5 +225,5 @@ class WeightCheck:
 
 
 def _stayed(before: list | None, now: list) -> bool:
-    """True if a tensor, in one of the forms in which a layer keeps it, is the same as before."""
+    """True if a tensor is unchanged in one of the forms in which a layer keeps it."""
     return before is not None and any(x == y for x, y in zip(before, now, strict=False))

@@ -1,4 +1,4 @@
-"""An extension of vLLM's worker. Runs in the process of the engine, which may be a server."""
+"""An extension of vLLM's worker, which runs in the process of the engine or of a server."""
 
 from typing import Any
 

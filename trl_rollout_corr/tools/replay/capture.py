@@ -6,7 +6,7 @@ from .sampled_experts import SampledRoutes
 
 
 class RecordingEngine:
-    """vLLM's engine that keeps the routes of all that it generates. A `ValueError` if it does not return them."""
+    """vLLM's engine that keeps the routes of its completions. A `ValueError` if it returns none."""
 
     def __init__(self, llm: Any, routes: SampledRoutes) -> None:
         self._llm, self._routes = llm, routes

@@ -3,7 +3,7 @@ Choices of the sampler that a trainer makes again in its own forward passes: `ro
 `rollout_support`.
 
 They are kept when the sampler generates, travel as columns of the batch, which TRL shuffles and
-splits with the others, and come back in each forward pass over the batch.
+splits like all columns, and return in each forward pass over the batch.
 
 `B` sequences of `S` tokens with padding, `T` of them of the completion.
 """
@@ -28,7 +28,9 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_he
 
 
 class Replays(Replay):
-    """Replay of the experts and of the kept tokens of a trainer; `None` for what it does not replay."""
+    """
+    Replay of experts and of kept tokens for a trainer; each is `None` where it is not replayed.
+    """
 
     def __init__(self, experts: Experts | None, kept_tokens: KeptTokens | None) -> None:
         self.experts, self.kept_tokens = experts, kept_tokens
@@ -45,19 +47,24 @@ class Replays(Replay):
     def place(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
     ) -> dict[str, torch.Tensor]:
-        """Columns for a padded batch of prompts and completions that was just generated, both tensors `(B, S)`."""
+        """
+        Columns for a padded batch of prompts and completions that was just generated. Tokens and
+        mask are `(B, S)`.
+        """
         columns: dict[str, torch.Tensor] = {}
         for replay in self._all:
             columns |= replay.place(input_ids, attention_mask, logits_to_keep)
         return columns
 
     def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
-        """Check the columns of a batch that was just generated. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss."""
+        """
+        Check the columns of a new batch. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss.
+        """
         if self.experts is not None:
             self.experts.check(batch, loss_mask)
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
-        """Columns for sequence `i` of a batch by itself and without padding."""
+        """Columns for sequence `i` of a batch, alone and without padding."""
         return {key: value for replay in self._all for key, value in replay.alone(batch, i).items()}
 
     def forward(
@@ -71,7 +78,7 @@ class Replays(Replay):
         *args: Any,
         **kwargs: Any,
     ) -> tuple:
-        """TRL's method of the forward pass, `forward`, with the choices that the pass under way makes again."""
+        """Run TRL's `forward` with the choices that the current pass makes again."""
         sequences = (input_ids, attention_mask, logits_to_keep)
         columns = under_way.columns(partial(self.place, *sequences))
         if self.kept_tokens is not None:
@@ -89,7 +96,7 @@ class Replays(Replay):
         return outputs
 
     def end(self) -> None:
-        """Let go of the experts, after a training step."""
+        """Release the experts after a training step."""
         if self.experts is not None:
             self.experts.end()
 
@@ -100,7 +107,7 @@ def replays_of(trainer: Any) -> Replays:
 
 
 def kept_tokens_of(trainer: Any) -> KeptTokens | None:
-    """Replay of the tokens that the sampler of a trainer keeps; `None` without one."""
+    """Replay of the tokens that a trainer's sampler keeps; `None` without replay."""
     if trainer._settings.rollout_support is None:
         return None
     check_kept_tokens(trainer)
@@ -110,7 +117,7 @@ def kept_tokens_of(trainer: Any) -> KeptTokens | None:
 
 
 def check_kept_tokens(trainer: Any) -> None:
-    """Refuse trainers whose kept tokens or logits are not known."""
+    """Refuse trainers whose kept tokens or logits are unknown."""
     model = trainer._bare(trainer.model)
     text_config = model.config.get_text_config()
     scaled = [name for name in _SCALES if getattr(text_config, name, None) not in (None, 1.0)]
@@ -130,7 +137,10 @@ def check_kept_tokens(trainer: Any) -> None:
 
 
 def experts_of(trainer: Any) -> Experts | None:
-    """Replay of the experts that the sampler of a trainer chooses, which are recorded from now on; `None` without one."""
+    """
+    Replay of the experts that a trainer's sampler chooses, recorded from now on; `None` without
+    replay.
+    """
     if trainer._settings.rollout_routing is None:
         return None
     models: Sequence[Any] = (trainer.model, getattr(trainer, "ref_model", None))

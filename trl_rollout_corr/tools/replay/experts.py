@@ -23,7 +23,7 @@ ROUTES = "rollout_corr_routes"  # column of a batch, (B, P + T, L, k), experts t
 
 class Experts:
     """
-    Replay of experts in models that have routers: the policy first, then a reference, both without
+    Replay of experts in models with routers: the policy first, then a reference, both without
     wrappers. `unwrap` returns a model without its wrappers.
     """
 
@@ -33,11 +33,11 @@ class Experts:
         routers = find_routers(models[0])
         one: Any = next(iter(routers.values()))
         self.sampled = SampledRoutes([*routers], one.num_experts, one.top_k)
-        self._was_routed = False  # True once a token of a loss had a route
+        self._was_routed = False  # True once a token of a loss came with a route
         self._told_without = False  # True once tokens without routes were reported
 
     def recording(self, llm: Any) -> RecordingEngine:
-        """vLLM's engine, which keeps the routes of all that it generates from now on."""
+        """vLLM's engine, which keeps the routes of all its completions from now on."""
         return RecordingEngine(llm, self.sampled)
 
     def clear(self) -> None:
@@ -49,7 +49,10 @@ class Experts:
         return {ROUTES: self.sampled.place(input_ids, attention_mask, logits_to_keep)}
 
     def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
-        """Refuse a sampler whose first generation has no routes at all. Later, tokens without routes are only reported."""
+        """
+        Refuse a sampler whose first generation comes without any route. Later, tokens without
+        routes are only reported.
+        """
         mask = loss_mask.bool().cpu()
         without = self.sampled.without(batch[ROUTES], mask)
         n, total = int(without.sum()), int(mask.sum())
@@ -72,7 +75,7 @@ class Experts:
         if ROUTES not in batch:
             return {}
         completion = batch["completion_mask"][i].bool()
-        if not completion.any():  # masked as a whole: its first token stands for it, and has no route
+        if not completion.any():  # masked as a whole: its first token stands for it, without a route
             completion = torch.arange(len(completion), device=completion.device) == 0
         mask = torch.cat([batch["prompt_mask"][i].bool(), completion]).cpu()
         return {ROUTES: batch[ROUTES][i][mask][None]}
@@ -81,8 +84,8 @@ class Experts:
     def over(self, model: Any, routes: torch.Tensor | None, *, trains: bool) -> Iterator[list[torch.Tensor]]:
         """
         Replay routes, `(B, S, L, k)`, in the forward passes of a model over a batch. `trains` is
-        true for the policy in its loss. The list that is returned gets the tokens with other
-        experts in the trainer: [`RouterHooks.over`].
+        true for the policy in its loss. The returned list fills with the tokens whose experts
+        differ in the trainer, see [`RouterHooks.over`].
         """
         hooks = self._hooks.get(id(self.unwrap(model)))
         replayed = nullcontext(list[torch.Tensor]()) if hooks is None or routes is None else hooks.over(model, routes)

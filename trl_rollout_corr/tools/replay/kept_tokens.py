@@ -6,8 +6,8 @@ normalised over `S`. So is the trainer's here:
 
     log p(token) = logit(token) - log sum_{k in S} exp(logit(k))
 
-The kept sets come from vLLM as candidates: a token that sampling cut has a log-probability of minus
-infinity. The trainer needs the logits of kept tokens alone, from the hidden states below the head
+vLLM returns the kept sets as candidates, where the log-probability of a cut token is minus
+infinity. The trainer needs only the logits of kept tokens, from the hidden states below the head
 and the rows of the head.
 
 `B` completions, `T` completion tokens, `M` kept tokens of a completion, `V` tokens of the
@@ -25,16 +25,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 
-# Largest kept set without `top_k`, which vLLM then gets
+# Largest kept set without `top_k`; vLLM then gets this `top_k`
 LARGEST = 512
 # Candidates above `top_k`: vLLM keeps all tokens whose logit equals the logit of the last one
 _TIES = 8
-# Elements of rows of the head, or of its gradient, that are in memory at once
+# Elements of the head's rows, or of its gradient, in memory at once
 _ELEMENTS = 2**24
 
-# Columns of a batch. A token with a large set takes no room from the others, as it would in a
-# tensor `(B, T, K)`
-KEPT = "rollout_corr_kept"  # (B, M), ids of the tokens that sampling kept, of one token after another; then -1
+# Columns of a batch. A token with a large set does not widen the others, as it would in a tensor
+# `(B, T, K)`
+KEPT = "rollout_corr_kept"  # (B, M), ids of the kept tokens, one sampled token after another; then -1
 KEPT_SIZES = "rollout_corr_kept_sizes"  # (B, T), number of kept tokens of each token
 
 
@@ -42,9 +42,9 @@ class KeptTokens:
     """
     Replay of the tokens that truncated sampling kept.
 
-    A colocated vLLM, the `generation` of TRL, is asked for candidates, from which the kept sets are
-    read. Without `top_k`, sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every
-    kept set. `temperature` divides logits, and `unwrap` returns a model without its wrappers.
+    The kept sets are read from candidates that a colocated vLLM, the `generation` of TRL, returns.
+    Without `top_k`, sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every kept
+    set. `temperature` divides logits, and `unwrap` returns a model without its wrappers.
     """
 
     def __init__(self, generation: Any, temperature: float, unwrap: Callable[[Any], Any]) -> None:
@@ -70,8 +70,8 @@ class KeptTokens:
     ) -> list[list[float | None]]:
         """
         Store the kept sets of a generation, and return the log-probabilities of its sampled tokens.
-        A token whose set is larger than the candidates has no log-probability: `rollout_nan_policy`
-        treats it.
+        A token with a set larger than the candidates gets no log-probability, and
+        `rollout_nan_policy` decides about it.
         """
         sampled: list[list[float | None]] = []
         self._sets = []
@@ -96,15 +96,15 @@ class KeptTokens:
         return {} if self._sets is None else columns_of(self._sets, logits_to_keep, input_ids.device)
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
-        """Columns for completion `i` of a batch by itself and without padding."""
+        """Columns for completion `i` of a batch, alone and without padding."""
         if KEPT not in batch:
             return {}
-        # the kept tokens of a completion stand in its order, and padding comes after it
+        # kept tokens follow the order of the completion, and padding comes last
         n = max(int(batch["completion_mask"][i].sum()), 1)
         return {KEPT: batch[KEPT][[i]], KEPT_SIZES: batch[KEPT_SIZES][[i], :n]}
 
     def within(self, forward: Callable[..., tuple], columns: Mapping[str, torch.Tensor]) -> Callable[..., tuple]:
-        """TRL's forward pass `forward`, over the kept tokens in the columns of a batch, if it has any."""
+        """TRL's `forward`, over the kept tokens in the columns of a batch, if there are any."""
         if KEPT not in columns:
             return forward
         return partial(over_kept_tokens, forward, columns, self.temperature, self._unwrap)
@@ -135,12 +135,12 @@ def over_kept_tokens(
     **kwargs: Any,
 ) -> tuple:
     """
-    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's, and
-    entropies are TRL's, of the whole vocabulary.
+    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's
+    log-probabilities. Entropies stay TRL's, over the whole vocabulary.
     """
     base = unwrap(model)
-    base = base.get_base_model() if hasattr(base, "get_base_model") else base  # of an adapter
-    states: list[torch.Tensor] = []  # of each part of the batch
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base  # the base of an adapter
+    states: list[torch.Tensor] = []  # for each part of the batch
     hook = base.base_model.register_forward_hook(
         lambda module, inputs, output: states.append(output.last_hidden_state[:, -logits_to_keep - 1 : -1])
     )
@@ -153,15 +153,15 @@ def over_kept_tokens(
     if has_set.any():
         new_logps = kept_logps(torch.cat(states)[has_set], head.weight, head.bias, sets, temperature)
         if has_set[attention_mask[:, -logits_to_keep:].bool()].all():
-            logps = logps.detach()  # no loss depends on them, and their backward pass is over the whole vocabulary
+            logps = logps.detach()  # no loss depends on them, and the backward pass would cover the vocabulary
         logps = logps.masked_scatter(has_set, new_logps.to(logps.dtype))
     return logps, *others
 
 
 class Sets(NamedTuple):
     """
-    Kept sets of `N` tokens, one after the other: `ids`, `(P,)`, of their `P` kept tokens, `sizes`,
-    `(N,)`, and the place of each sampled token among the `P`, `own`, `(N,)`.
+    Kept sets of `N` tokens, one after the other: the `ids`, `(P,)`, of all `P` kept tokens, the
+    `sizes`, `(N,)`, of the sets, and the place `own`, `(N,)`, of each sampled token among the `P`.
     """
 
     ids: torch.Tensor
@@ -170,8 +170,8 @@ class Sets(NamedTuple):
 
 
 def _sets_of(ids: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, Sets]:
-    """Tokens whose set is known and contains them, boolean, `(B, T)`, and their sets, from the columns of a batch."""
-    # a part of the tokens of a completion has more ids than the sizes say
+    """Boolean mask, `(B, T)`, of the tokens with a known set that contains them, and their sets."""
+    # where only some tokens of a completion are given, there are more ids than the sizes say
     used = torch.arange(ids.shape[1], device=tokens.device) < sizes.sum(1, keepdim=True)
     sizes, ids = sizes.flatten().long(), ids[used]
     of_token = _of_token(sizes)
@@ -183,7 +183,7 @@ def _sets_of(ids: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor) -> tu
 
 
 def _of_token(sizes: torch.Tensor) -> torch.Tensor:
-    """Token that each kept token belongs to, `(P,)`."""
+    """Index of the token that each kept token belongs to, `(P,)`."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 
@@ -200,8 +200,8 @@ def kept_logps(
 
 class _KeptLogps(torch.autograd.Function):
     """
-    [`kept_logps`]. The rows of the head are in memory for some tokens at a time, and its gradient
-    is written once.
+    [`kept_logps`] as an autograd function. It holds the rows of the head for a part of the tokens
+    at a time, and writes their gradient once.
 
     With `p` the probabilities over a set, the gradient of a log-probability is, for the logit of a
     kept token `k`, `1[k is the sampled token] - p(k)`.
@@ -260,9 +260,9 @@ class _KeptLogps(torch.autograd.Function):
 
 def _parts(sizes: torch.Tensor, n_hidden: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """
-    Parts of the tokens whose sets are alike in size: their indices, `(n,)`, the places of their
-    kept tokens, `(n, k)`, and where such a place is inside of the set. A set of one token is in no
-    part, as its logarithm is 0.
+    Parts of the tokens with sets of similar size: their indices, `(n,)`, the places of their kept
+    tokens, `(n, k)`, and a mask of the places inside the set. A set of one token is in no part,
+    because its log-probability is 0.
     """
     largest, starts = int(sizes.max()), sizes.cumsum(0) - sizes
     for width in (2**i for i in range(1, largest.bit_length() + 1)):

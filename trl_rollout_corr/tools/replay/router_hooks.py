@@ -20,9 +20,9 @@ class RouterHooks:
     """
     Hooks on the routers of a model. Between passes the routers work as the model defines them.
 
-    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], for its
-    backward pass, in which gradient checkpointing computes layers again. Other forward passes do
-    not get them.
+    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], because
+    gradient checkpointing computes layers again in the backward pass. Other forward passes do not
+    get them.
     """
 
     def __init__(self, routers: Mapping[int, torch.nn.Module]) -> None:
@@ -53,8 +53,8 @@ class RouterHooks:
     def over(self, model: torch.nn.Module, routes: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """
         Replay routes, `(B, S, L, k)`, in the forward passes of a model over chunks of the batch, in
-        order. The list that is returned gets the tokens with other experts in the trainer, `(B *
-        S,)` boolean, chunk by chunk.
+        order. The returned list fills chunk by chunk with the tokens whose experts differ in the
+        trainer, `(B * S,)` boolean.
         """
         before, start, flipped = (self._routes, self._inside), 0, list[torch.Tensor]()
 
@@ -91,12 +91,12 @@ class RouterHooks:
 
 
 def _in_backward() -> bool:
-    """True in a backward pass, as `torch.utils.checkpoint` asks for it."""
+    """True in a backward pass, by the same test as `torch.utils.checkpoint`."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Flips(SegmentedSums):
-    """Tokens whose experts differ between sampler and trainer."""
+    """Sums over tokens whose experts differ between sampler and trainer."""
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"routing": ("routed", "flipped")}
 

@@ -1,5 +1,5 @@
 """
-Router classes of transformers, and their combine weights for experts that are given.
+Router classes of transformers, and their combine weights for given experts.
 
 `N` tokens, `E` experts, `k` experts per token.
 """
@@ -23,7 +23,7 @@ def _softmax_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
 
 
 def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    # w_i = scale * s_i / sum_chosen s, s = sigmoid(logits); a bias enters the choice alone
+    # w_i = scale * s_i / sum_chosen s, s = sigmoid(logits); a bias affects only the choice
     chosen = logits.float().sigmoid().gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
         chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -57,7 +57,7 @@ ROUTERS = {
 def take(router: torch.nn.Module, output: tuple, experts: torch.Tensor) -> tuple:
     """
     Output of a router with other experts, `(N, k)`. Their weights come from the logits of the
-    output, and so has the router a gradient.
+    output, so the router still gets a gradient.
     """
     kind = ROUTERS[type(router).__name__]
     at_logits, at_weights, at_experts = kind.places

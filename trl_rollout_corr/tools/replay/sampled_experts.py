@@ -18,13 +18,13 @@ import torch
 
 
 def no_route(experts: torch.Tensor) -> int:
-    """Index that stands for no expert: the largest of the type."""
+    """Index that means no expert: the largest of the type."""
     return torch.iinfo(experts.dtype).max
 
 
 class SampledRoutes:
     """
-    Routes by sequence. `layers` are the decoder layers with a router, of the `n_layers` that the
+    Routes by sequence. `layers` are the decoder layers with a router, among the `n_layers` that the
     sampler counts.
 
     Routes of two equal sequences are kept in the order of their generation.
@@ -37,7 +37,7 @@ class SampledRoutes:
 
     def __init__(self, layers: Sequence[int], n_experts: int, top_k: int) -> None:
         self.layers, self.n_experts, self.top_k = list(layers), n_experts, top_k
-        self.dtype = torch.uint8 if n_experts < 256 else torch.int16  # one index is for no expert
+        self.dtype = torch.uint8 if n_experts < 256 else torch.int16  # one index means no expert
         self._rows: dict[tuple[int, ...], list[torch.Tensor]] = {}  # the sequence that was generated last comes last
         self._in_order: list[tuple[tuple[int, ...], int]] = []  # sequences with their place in `_rows`, sorted
         self.problem: str | None = None
@@ -48,7 +48,10 @@ class SampledRoutes:
         self._in_order, self.problem = [], None
 
     def try_keep(self, tokens: Sequence[int], experts: Any) -> None:
-        """Keep the routes of a sequence as [`SampledRoutes.keep`] does. Routes that do not fit are a `problem`, no error."""
+        """
+        Keep the routes of a sequence like [`SampledRoutes.keep`], but note misfits as `problem` and
+        raise no error.
+        """
         try:
             self.keep(tokens, experts)
         except ValueError as error:
@@ -56,9 +59,9 @@ class SampledRoutes:
 
     def keep(self, tokens: Sequence[int], experts: Any) -> None:
         """
-        Keep the routes of a sequence: `tokens` of prompt and completion, and `experts` of each but
-        the last in each decoder layer, `(n - 1, decoder layers, k)`. Routes that do not fit are a
-        `ValueError`.
+        Keep the routes of a sequence: the `tokens` of prompt and completion, and the `experts` of
+        all but the last one in each decoder layer, `(n - 1, decoder layers, k)`. Raises a
+        `ValueError` if routes do not fit.
         """
         if experts is None:
             raise ValueError(
@@ -96,12 +99,12 @@ class SampledRoutes:
 
     def _rows_of(self, tokens: tuple[int, ...], n_before: int) -> torch.Tensor:
         """
-        Routes of the first tokens of a sequence, `(<= n - 1, L, k)`, which stands in the batch
+        Routes of the first tokens of a sequence, `(<= n - 1, L, k)`, which is in the batch
         `n_before` times already.
 
-        The experts of a token depend on the tokens up to it alone. So another sequence that begins
-        with the same tokens has valid routes for them: after a turn was cut, the one that was
-        generated last; otherwise the one with most of them.
+        The experts of a token depend only on the tokens up to it. So another sequence that begins
+        with the same tokens provides valid routes for them. After a turn was cut, the latest such
+        sequence is taken; otherwise the one that shares most tokens.
         """
         if routes := self._rows.get(tokens):
             return routes[n_before % len(routes)]
@@ -120,8 +123,7 @@ class SampledRoutes:
     def place(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         """
         Routes of a padded batch, `(B, S, L, k)`, on the CPU. Padding, the last token of a sequence,
-        tokens that the sampler did not read and completions that are masked as a whole have no
-        route.
+        tokens that the sampler did not read and completions masked as a whole get no route.
         """
         ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
         routes = torch.zeros(*ids.shape, len(self.layers), self.top_k, dtype=self.dtype)
@@ -138,14 +140,14 @@ class SampledRoutes:
 
     def without(self, routes: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """
-        Tokens of the loss, `mask`, `(B, T)`, whose log-probability the trainer computes with
-        experts of its own, as the token before has no route in `routes`, `(B, S, L, k)`; boolean,
-        `(B, T)`.
+        Tokens of the loss, boolean, `(B, T)`, whose log-probability the trainer computes with its
+        own experts, because the token before lacks a route in `routes`, `(B, S, L, k)`. `mask`,
+        `(B, T)`, marks the tokens of the loss.
         """
         before = routes[:, -mask.shape[1] - 1 : -1, 0, 0]
         return mask.bool().cpu() & (before == no_route(routes))
 
 
 def _n_alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Number of tokens that two sequences have in common at their beginning."""
+    """Number of tokens that two sequences share at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

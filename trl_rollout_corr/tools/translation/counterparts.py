@@ -36,7 +36,7 @@ _OF_SAMPLER = "a setting of the sampler that changes what is sampled, or its log
 _PENALTY = "a penalty changes what vLLM samples but not what the trainer scores, so that every ratio would be off"
 _PROMPTS = "multiplied by `rollout.n`, it is `per_device_train_batch_size` times `{}`, of all processes"
 # Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same
-# meaning, or what there is instead
+# meaning, or what to do instead
 COUNTERPARTS: dict[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("", "TRL has neither this estimator nor a value model, but GRPO and RLOO"),
     "algorithm.use_kl_in_reward": ("", _KL),
@@ -86,14 +86,14 @@ _DIVERGENCES = ("actor.use_kl_loss", "algorithm.use_kl_in_reward")
 _COEFFICIENT = 0.001  # verl's default, and SkyRL's
 _ONLY_GRPO = ("delta", "loss_type", "scale_rewards")
 _NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
-# Values with which a setting means what TRL does without it
+# Values at which a setting means what TRL does without it
 _AS_TRL: dict[str, tuple[object, ...]] = {
     "rollout.logprobs_mode": ("processed_logprobs",),
     "actor.policy_loss.loss_mode": ("vanilla", "bypass_mode"),
 }
 _AS_TRL |= {"actor.router_replay": ("disabled",), "rollout.enable_rollout_routing_replay": (False, "False", "false")}
 _DISTORTS = "changes what vLLM samples but not what the trainer scores, so that every ratio is off. Neutral is {}"
-# Names that may be of a correction, and names with the same words that are not
+# Names that may belong to a correction, and names with the same words that do not
 _OF_CORRECTION = re.compile(
     r"(?:^|[._])(?:ratio|tis|is|importance|imp)(?:[._]|$)|mask_(?:low|high)|off_policy|rollout_corr", re.IGNORECASE
 )
@@ -104,11 +104,13 @@ _OTHER_RATIO = re.compile(
 _OF_WORK = re.compile(
     r"rollout\.(?:name|mode|gpu_mem|free_cache|log_prob_|max_num_|disable_log|multi_turn|agent|trace|skip)"
 )
-_LISTED, _SHOWN = 8, 30  # settings of one section, and of all, at most, that are named one by one
+_LISTED, _SHOWN = 8, 30  # most settings of one section, and of all, that are named one by one
 
 
 def counterpart(name: str) -> str | None:
-    """The setting of `COUNTERPARTS` with a dotted name, or with a name below it; its last part alone is enough."""
+    """
+    The setting of `COUNTERPARTS` with a dotted name or above it. Its last part alone is enough.
+    """
     name = name.removeprefix("actor_rollout_ref.")
     name = _SHORT.get(name.lower(), name)
     if in_verl := next((key for key in _above(name) if key in AS_IN_VERL), None):
@@ -117,13 +119,16 @@ def counterpart(name: str) -> str | None:
 
 
 def _above(name: str) -> list[str]:
-    """A dotted name, and those of the sections that it is in, the longest first."""
+    """A dotted name and the names of its sections, the longest first."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
 def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
-    """TRL's fields for settings of verl outside rollout correction, with warnings about those without an exact counterpart."""
+    """
+    TRL's fields for settings of verl outside rollout correction. Warns where no counterpart is
+    exact.
+    """
     known = {
         name: key
         for name, value in settings.items()
@@ -156,7 +161,10 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
 def _divergence(
     settings: Mapping[str, object], known: Mapping[str, str], rloo: bool
 ) -> tuple[dict[str, object], set[str]]:
-    """TRL's `beta` for verl's divergences from a reference model, and the names of the settings that it answers."""
+    """
+    TRL's `beta` for verl's divergences from a reference model, and the names of the translated
+    settings.
+    """
     values = {key: settings[name] for name, key in known.items()}
     in_loss, in_reward = (parse_truth(read_value(values.get(key, False), key), key) for key in _DIVERGENCES)
     of_control = {name.rpartition("kl_ctrl.")[2]: name for name in settings if "kl_ctrl." in name}
@@ -175,13 +183,13 @@ def _divergence(
         answered |= {*_IN_LOSS}
     answered |= {key for key, acts in zip(_DIVERGENCES, (in_loss, in_reward), strict=True) if not acts}
     names = {name for name, key in known.items() if key in answered}
-    if not adaptive:  # the coefficient alone says something
+    if not adaptive:  # only the coefficient matters
         names |= {name for name, key in known.items() if key == "algorithm.kl_ctrl" and not name.endswith(".kl_coef")}
     return trl, names
 
 
 def _warn_about_unknown(settings: Mapping[str, object]) -> None:
-    """Warn about settings that are not known here: those of the sampler, which change ratios, and all others."""
+    """Warn about unknown settings: settings of the sampler, which change ratios, and all others."""
     unknown = [name for name in settings if counterpart(name) is None and not name.endswith("._target_")]
     of_sampler = [name for name in unknown if _is_of_sampler(name)]
     _warn_about(of_sampler, _OF_SAMPLER)
@@ -195,7 +203,7 @@ def _is_of_sampler(name: str) -> bool:
 
 
 def _warn_about(names: list[str], note: str) -> None:
-    """Warn about settings that are left out for one reason. Of a large section, only the number is told."""
+    """Warn about settings that are left out for one reason. A large section is only counted."""
     sections = Counter(_section(name) for name in names)
     shown = [f"`{name}`" for name in names if sections[_section(name)] <= _LISTED]
     shown += [f"{n} settings of `{section}`" for section, n in sections.items() if n > _LISTED]
@@ -211,7 +219,7 @@ def _section(name: str) -> str:
 
 
 def suspects(settings: Mapping[str, Any]) -> list[str]:
-    """Names of settings that are left out although they may correct for the sampler, and that are not switched off."""
+    """Names of omitted settings that may correct for the sampler and are not switched off."""
     return [
         name
         for name, value in settings.items()
@@ -233,12 +241,15 @@ def _is_off(value: object) -> bool:
 
 
 def comment(field: str, value: object) -> str:
-    """A comment on a field of TRL that makes the sampler's distribution differ from the trainer's."""
+    """
+    A comment on a field of TRL that makes the sampler's distribution differ; empty for other
+    fields.
+    """
     return _DISTORTS.format(_NEUTRAL[field]) if value != _NEUTRAL.get(field, value) else ""
 
 
 def _read(field: str, value: object, name: str) -> object:
-    """Value of a field of TRL for a value of verl, or `None` if the field has no such value."""
+    """Value of a field of TRL for a value of verl, or `None` if the field cannot take it."""
     value = read_value(value, name)
     if field == "model_name_or_path":
         return value

@@ -1,4 +1,4 @@
-"""What to write instead of names of other systems that are no fields here. No torch."""
+"""Replacements for names of other systems that are no fields here. No torch."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,8 +10,7 @@ from .of_trl import TRL_KEYS
 _RATIO_CAP = "Write `rollout_is: token`, and the number as `rollout_is_threshold`."
 _VETO = "Write `rollout_rs: [seq_max_k1]` and `rollout_rs_threshold: [[0.0001, inf]]`, with your number as the lower bound."
 _PURE_IS = "Write `bypass_mode: true` and `rollout_loss_type: reinforce`."
-# What to write instead of names of other systems that are no fields here, although similar names
-# are
+# Replacements for names of other systems that are no fields here, although similar names are
 INSTEAD = {
     "rollout_token_veto_threshold": _VETO,
     "rollout_is_veto_threshold": _VETO,
@@ -31,7 +30,10 @@ INSTEAD = {
 
 
 def instead_of(name: str, names: Iterable[str]) -> str:
-    """A sentence, after a blank, on what to write instead of a name that is no field; empty text if nothing is close."""
+    """
+    A sentence, after a blank, on what to write instead of an unknown name; empty if nothing is
+    close.
+    """
     names = list(names)
     if name in INSTEAD:
         return f" {INSTEAD[name]}"

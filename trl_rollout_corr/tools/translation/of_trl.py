@@ -1,8 +1,8 @@
 """
-Settings of another tool as text, and TRL's own correction of such text, translated to fields of
-[`RolloutCorrectionConfig`].
+The reader of another tool's settings as text, and the translation of TRL's own correction to fields
+of [`RolloutCorrectionConfig`].
 
-Settings of verl are translated by [`~trl_rollout_corr.tools.translation.verl`].
+[`~trl_rollout_corr.tools.translation.verl`] translates settings of verl.
 """
 
 import re
@@ -31,7 +31,10 @@ OFF = {"rollout_correction": "disabled"}
 
 
 def read_value(value: object, key: str) -> object:
-    """A value without the text of null, which is refused if it is empty or has a variable that no shell has expanded."""
+    """
+    A value, with the text of null as `None`. Refuses empty text and variables that no shell
+    expanded.
+    """
     if not isinstance(value, str):
         return value
     if re.search(r"\$[{(\w]", value):
@@ -43,8 +46,8 @@ def read_value(value: object, key: str) -> object:
 
 
 def read_keys(settings: Mapping[str, object], keys: tuple[str, ...], what: str) -> dict[str, Any]:
-    """Check the keys, and read null and truth values of text."""
-    plain = {key: read_value(value, key) for key, value in settings.items() if key != "_target_"}  # of Hydra
+    """Check the keys, and read null and truth values from text. Returns the settings."""
+    plain = {key: read_value(value, key) for key, value in settings.items() if key != "_target_"}  # a key of Hydra
     for key, value in plain.items():
         if key not in keys:
             remedy = f"{nearest(key, keys)} Known keys: {', '.join(keys)}.".strip()
@@ -55,5 +58,8 @@ def read_keys(settings: Mapping[str, object], keys: tuple[str, ...], what: str) 
 
 
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Fields for TRL's `vllm_importance_sampling_*` settings, which may be text; missing ones have TRL's defaults."""
+    """
+    Fields for TRL's `vllm_importance_sampling_*` settings, which may be text; missing ones take
+    TRL's defaults.
+    """
     return fields_of(read_keys(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings"))

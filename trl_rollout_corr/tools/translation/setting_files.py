@@ -27,10 +27,10 @@ from .verl import NOT_SET, from_verl, split_verl, with_divergence
 _OVERRIDE = re.compile(r"\+{0,2}([^\s=~+-][^\s=]*)=(.*)", re.DOTALL)
 _PYTHON = re.compile(r"^#!.*python|^import \w|^from [\w.]+ import ", re.MULTILINE)
 _SHELL = re.compile(r"^#!.*sh\b|^\s*(export )?\+{0,2}[\w.]+=\S|verl\.trainer", re.MULTILINE)
-# The section that only verl has, and those that arguments of its command may be of
+# The section that only verl uses, and the sections of arguments of its command
 _ONLY_VERL = ("actor_rollout_ref.",)
 _OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
-# Names of which one makes a file TRL's or Axolotl's
+# Names any of which marks a file as TRL's or Axolotl's
 _OF_TRL = {
     "base_model",
     "model_name_or_path",
@@ -46,18 +46,20 @@ _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|e
 _MOST_CHARACTERS, _MOST_VALUES, _LONGEST_NUMBER = 1_000_000, 100_000, 400
 _OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _TRL = "vllm_importance_sampling_"
-# In effect of the fields that no preset decides
+# Values in effect for the fields that no preset decides
 _DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
 _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
 def read_yaml(text: str) -> Any:
-    """Content of YAML. A shell script or a Python file, and text that is neither, are a `ValueError` of one line."""
+    """
+    Content of YAML. Raises a `ValueError` of one line for anything else, such as a shell script.
+    """
     return read_document(text)[0]
 
 
 def read_document(text: str) -> tuple[Any, yaml.Node | None]:
-    """Content of YAML, and the tree that it was made of."""
+    """Content of YAML, and the tree that it was read from."""
     problem, content, node = "", None, None
     try:
         loader = yaml.SafeLoader(text)
@@ -87,7 +89,7 @@ def read_document(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _about_script(text: str) -> str:
-    """What to do with a shell script: the command that starts the training in it, by its name."""
+    """Advice about a shell script: which command of it starts the training."""
     started = _STARTS.search(text)
     command = f"`{' '.join(started[0].split())}`" if started else "the command that is given the settings"
     return (
@@ -97,7 +99,10 @@ def _about_script(text: str) -> str:
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
-    """Number of values below a node, in which an alias counts as what it stands for. Too many are a `ValueError`."""
+    """
+    Number of values below a node, with aliases expanded. Raises a `ValueError` if there are too
+    many.
+    """
     if id(node) in counted:
         known = counted[id(node)]
         if known is None:
@@ -117,13 +122,17 @@ def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
 
 
 def read_file(path: str) -> str:
-    """Text of a file of settings, or of standard input for `-`. What no person wrote is a `ValueError` of one line."""
+    """
+    Text of a file of settings, or of standard input for `-`. Raises a `ValueError` of one line for
+    a file that cannot be settings.
+    """
     try:
         if path == "-":
             text = sys.stdin.read(_MOST_CHARACTERS + 1)
         else:
             mode = os.stat(path).st_mode
-            # A pipe of the shell, `<(...)`, has a writer; another one may wait for it forever
+            # A pipe of the shell, `<(...)`, always gets a writer; another pipe may wait for one
+            # forever
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or path.startswith(_OPEN_FILES)):
                 raise ValueError("it is no regular file, but a device, a socket or a named pipe")
             with open(path, encoding="utf-8") as file:
@@ -142,7 +151,7 @@ def convert(arguments: list[str]) -> str:
     """
     Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a
     training script of verl or SkyRL, to YAML of this package and of TRL. A warning names each
-    setting that is left out. The whole YAML of TRL or Axolotl comes back.
+    omitted setting. YAML of TRL or Axolotl is returned as a whole.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
         text = read_file(arguments[0])
@@ -160,7 +169,7 @@ def convert(arguments: list[str]) -> str:
 
 
 def system_of(content: Mapping[str, Any]) -> str:
-    """Name of the system whose whole configuration a file is; empty for TRL's and for all that are not known."""
+    """Name of the system whose whole configuration a file is; empty for TRL and unknown systems."""
     settings = dict(_leaves(content))
     if is_skyrl(settings):
         return "SkyRL"
@@ -171,7 +180,7 @@ def system_of(content: Mapping[str, Any]) -> str:
 
 def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
     """
-    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, with the line that keeps TRL's own
+    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own
     correction. Comments and all other lines stay.
     """
     from_trl({key: value for key, value in of_trl.items() if str(key).startswith(_TRL)})  # an error if one is refused
@@ -236,7 +245,7 @@ def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...]) 
 
 
 def _read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, object]]:
-    """Fields for dotted names of verl, and the other settings."""
+    """Fields for dotted names of verl, and the remaining settings."""
     section, others = split_verl(settings)
     if section is NOT_SET:
         if not any(name.startswith(of_verl) or (of_verl is _OF_VERL and counterpart(name)) for name in settings):
@@ -252,7 +261,7 @@ def _read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tupl
 
 
 def _leaves(content: object, above: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted name and value of each setting. An empty section is a value."""
+    """Dotted name and value of each setting. An empty section counts as a value."""
     if isinstance(content, Mapping) and (content or not above):
         for key, value in content.items():
             yield from _leaves(value, f"{above}.{key}" if above else str(key))
@@ -282,7 +291,7 @@ def _read_overrides(arguments: list[str]) -> dict[str, object]:
 
 
 def _read_argument(key: str, text: str) -> object:
-    """Value of an argument: text, without quotes that the shell has left, or a list or a mapping."""
+    """Value of an argument: text without quotes that the shell left, a list or a mapping."""
     if text[:1] in ("[", "{", "'", '"'):
         try:
             return read_yaml(text)
@@ -317,17 +326,16 @@ def read_config(path: str) -> RolloutCorrectionConfig:
 
 def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
     """
-    Settings in effect of the run that wrote a dump. A dump that was not written by a run may name a
-    part of them, as a configuration does. Errors are a `ValueError` of one line that begins with
-    the complaint.
+    Settings in effect of the run that wrote a dump. A dump from elsewhere may name only a part of
+    them, as a configuration does. Raises a `ValueError` of one line that begins with the complaint.
     """
     own = _own_fields(written)
-    if own.get("rollout_correction") == "trl":  # whose weights no configuration of ours can name
+    if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
         own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
     decided = UNSET.keys() - {"rollout_rs_threshold"}
     in_effect = "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run has warned already
+        warnings.simplefilter("ignore")  # the run warned already
         try:
             if in_effect and own.keys() <= FIELDS:
                 return Settings.read({"rollout_rs_threshold": None, **_DEFAULTS, **own})
@@ -337,12 +345,15 @@ def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
 
 
 def _own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of this package, and misspelt ones, beside settings of TRL, of which none begins like them."""
+    """
+    Fields of this package, and misspelt ones, among settings of TRL, which never share their
+    prefix.
+    """
     return {key: value for key, value in settings.items() if key in FIELDS or str(key).startswith("rollout_")}
 
 
 def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
-    """Settings in effect of the run that wrote a dump; `None` if the dump does not name them, or they cannot be read."""
+    """Settings in effect of the run that wrote a dump; `None` if missing or unreadable."""
     if FIELDS.isdisjoint(fields):
         return None
     with suppress(ValueError):

@@ -1,8 +1,8 @@
 """
 Settings of SkyRL, translated to fields of [`RolloutCorrectionConfig`] by `from_skyrl`.
 
-Compared with SkyRL's source of August 2026: its bounds are on the ratio (trainer over sampler), and
-the trainer's log-probabilities are those of the weights before the step, as in decoupled mode here.
+This follows SkyRL's source of August 2026. Its bounds apply to the ratio (trainer over sampler),
+and it takes the trainer's log-probabilities before the step, as decoupled mode does here.
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,14 @@ _DEFAULTS: dict[str, Any] = {
     "outlier_token_is_threshold_high": None,
     "token_mask_is_threshold_low": None,
     "token_mask_is_threshold_high": None,
-    "token_mask_eps_low": None,  # of a fork: distances from 1
+    "token_mask_eps_low": None,  # from a fork: distances from 1
     "token_mask_eps_high": None,
 }
 _METRICS = {"geometric": ("geo_mask", "seq_mean_k1"), "product": ("product_mask", "seq_sum_k1")}
 _DPPO = {"binary_tv": ("bypass_dppo_tv", "token_tv"), "binary_kl": ("bypass_dppo_kl", "token_kl")}
 # Settings of the algorithm that decide about the correction
 _DECISIVE = ("policy_loss_type", "use_tis", "tis_imp_ratio_cap", "dppo.dppo_type", "dppo.delta_low", "dppo.delta_high")
-# verl's name of each setting that TRL has, too
+# verl's names for settings that TRL offers, too
 AS_IN_VERL = {
     "trainer.algorithm.advantage_estimator": "algorithm.adv_estimator",
     "trainer.algorithm.grpo_norm_by_std": "algorithm.norm_adv_by_std_in_grpo",
@@ -69,7 +69,7 @@ def is_skyrl(settings: Mapping[str, object]) -> bool:
 
 
 def from_skyrl(settings: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, object]]:
-    """Fields for dotted names of SkyRL, and the other settings."""
+    """Fields for dotted names of SkyRL, and the remaining settings."""
     section: dict[str, Any] = {}
     decisive: dict[str, Any] = {}
     others: dict[str, object] = {}
@@ -90,7 +90,7 @@ def from_skyrl(settings: Mapping[str, object]) -> tuple[dict[str, Any], dict[str
     loss = decisive.get("policy_loss_type", "regular")
     fields = _fields_of_loss(loss, decisive, others, section)
     in_reward = parse_truth(others.get("trainer.algorithm.use_kl_in_reward", False), "use_kl_in_reward")
-    if in_reward and "trainer.algorithm.kl_loss_coef" in others:  # SkyRL has one coefficient for both
+    if in_reward and "trainer.algorithm.kl_loss_coef" in others:  # SkyRL uses one coefficient for both
         others["algorithm.kl_ctrl.kl_coef"] = others.pop("trainer.algorithm.kl_loss_coef")
     others.setdefault("trainer.algorithm.use_kl_loss", not in_reward)  # SkyRL's default
     if loss == "dual_clip" and "trainer.algorithm.clip_ratio_c" in others:
@@ -101,7 +101,7 @@ def from_skyrl(settings: Mapping[str, object]) -> tuple[dict[str, Any], dict[str
 def _fields_of_loss(
     loss: object, decisive: Mapping[str, Any], others: dict[str, object], section: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields for a loss of SkyRL, whose own ratio may be to the sampler, and for the section."""
+    """Fields for the section and for a loss of SkyRL, whose own ratio may refer to the sampler."""
     weights, criteria = _weights(section), _rejection(section)
     if loss in ("rollout_is", "dppo") and weights["rollout_is"]:
         reason = f"while the ratio of `policy_loss_type: {loss}` corrects for the sampler already"
@@ -175,7 +175,7 @@ def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _bounds(pair: list[Any], name: str) -> list[float]:
-    """A pair of bounds on the ratio. A missing one is no bound."""
+    """A pair of bounds on the ratio. A missing bound means none."""
     low, high = pair
     return [
         0.0 if low is None else parse_number(low, f"{name}_low"),
@@ -188,6 +188,9 @@ def _named(criteria: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def _warn_if_idle(section: Mapping[str, Any], name: str, reason: str, *, idle: bool) -> None:
-    """Warn about a bound that is not SkyRL's default, which stands in each whole file, and that nothing reads."""
+    """
+    Warn about a bound that nothing reads, unless it is SkyRL's default, which every whole file
+    contains.
+    """
     if idle and section.get(name) not in (None, _DEFAULTS[name], str(_DEFAULTS[name])):
         warn_idle(name, section[name], reason)

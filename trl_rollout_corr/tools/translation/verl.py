@@ -1,8 +1,8 @@
 """
 Settings of verl, translated to fields of [`RolloutCorrectionConfig`] by `from_verl`.
 
-A setting without an exact counterpart gives a warning. An unknown key, and a value
-that cannot be translated, are a `ValueError`.
+A setting without an exact counterpart causes a warning. An unknown key or a value that cannot be
+translated raises a `ValueError`.
 """
 
 import difflib
@@ -17,8 +17,8 @@ from .of_trl import OFF, read_keys, read_value
 
 # Names of verl, as data -----------------------------------------------------------------------------------------------
 
-# Today's keys of verl's section, then those of its first version, then one that verl had for some
-# weeks
+# Today's keys of verl's section, then the keys of its first version, then one that existed for a
+# few weeks
 VERL_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -33,7 +33,7 @@ VERL_KEYS = (
     "use_pure_rollout_correction",
     "use_policy_gradient",
 )
-# Keys of verl's first releases and their defaults, beside `rollout_is` (true or false) and
+# Keys of verl's first releases and their defaults, next to `rollout_is` (true or false) and
 # `rollout_is_threshold`
 FIRST_KEYS = {
     "rollout_is_level": "token",
@@ -61,11 +61,11 @@ FIRST_PRESETS: dict[str, dict[str, Any]] = {
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 # Loss of bypass mode in the first version of the section, and in its next one
 _PURE = ("use_pure_rollout_correction", "use_policy_gradient")
-# Where verl puts its section for the loss, and the cap of the weights of tokens in its first weeks
-# and in FlashRL's patch
+# The place where verl's loss reads the section, and the cap of token weights in its first weeks and
+# in FlashRL's patch
 _IN_LOSS = "actor_rollout_ref.actor.policy_loss."
 _CAPS = ("tis_imp_ratio_cap", "imp_ratio_cap")
-_LOSSES = ("ppo_clip", "reinforce")  # other systems have a `loss_type`, too
+_LOSSES = ("ppo_clip", "reinforce")  # other systems use a `loss_type`, too
 NOT_SET = object()
 
 
@@ -73,7 +73,9 @@ NOT_SET = object()
 
 
 def from_verl(section: object) -> dict[str, Any]:
-    """Fields for the `rollout_correction` section of verl: its keys of today or of its first releases, a preset, or null."""
+    """
+    Fields for the `rollout_correction` section of verl: today's or older keys, a preset, or null.
+    """
     if isinstance(section, str):
         section = TRUTH.get(section.strip().lower(), read_value(section, "rollout_correction"))
     if section is None or section is False:
@@ -86,7 +88,7 @@ def from_verl(section: object) -> dict[str, Any]:
         return _from_first(section)
     settings = read_keys(section, VERL_KEYS, "a verl `rollout_correction` section")
     for name, needed in (("rollout_is_threshold", "rollout_is"), ("rollout_rs_threshold", "rollout_rs")):
-        if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # 2.0 stands beside null
+        if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # files write it next to null
             warn_idle(name, settings[name], f"`{needed}` is not set")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
     pure = any(settings.get(name) for name in _PURE)
@@ -100,15 +102,18 @@ def from_verl(section: object) -> dict[str, Any]:
 
 
 def is_first(section: Mapping[str, object]) -> bool:
-    """`True` for keys of verl's first releases, of which a truth value of `rollout_is` is one."""
+    """`True` for keys of verl's first releases, such as a truth value of `rollout_is`."""
     value = section.get("rollout_is")
     return any(key in section for key in FIRST_KEYS) or str(value).strip().lower() in TRUTH
 
 
 def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
-    """Fields for the flat keys of verl's first releases, with which everything was off without a threshold."""
+    """
+    Fields for the flat keys of verl's first releases, where a missing threshold switched everything
+    off.
+    """
     # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the
-    # mask. With TRL's denominators, which a rejected token does not leave, the two are the same.
+    # mask. The two agree with TRL's denominators, which still count rejected tokens.
     keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
     settings = {**FIRST_KEYS, **read_keys(section, keys, "the `rollout_is*` keys of verl's first releases")}
     given = settings.get("rollout_is")
@@ -118,7 +123,7 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
         return dict(OFF)
     upper = parse_number(upper, "rollout_is_threshold")
     level, mode = settings["rollout_is_level"], settings["rollout_is_mode"]
-    if level not in [*FIRST_NAMES]:  # a list has no hash
+    if level not in [*FIRST_NAMES]:  # a list cannot be hashed
         raise SettingError("rollout_is_level", level, allowed=f"one of {', '.join(FIRST_NAMES)}")
     criteria, thresholds = [], []
     if mode in ("mask", "clip"):
@@ -196,7 +201,10 @@ def _inverted(bounds: Any, name: str) -> list[float]:
 
 
 def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object]]:
-    """The section of verl among settings with dotted names, `NOT_SET` if there is none, and all other settings."""
+    """
+    The section of verl among settings with dotted names, `NOT_SET` without one, and all other
+    settings.
+    """
     whole: object = NOT_SET
     section: dict[str, object] = {}
     others: dict[str, object] = {}
@@ -218,7 +226,10 @@ def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object
 
 
 def _with_older(section: object, others: dict[str, object]) -> tuple[object, dict[str, object]]:
-    """The section with what verl had outside of it: a cap of the weights of tokens, and the sampler's log-probabilities."""
+    """
+    The section completed by verl's older settings outside it: a cap of token weights, and the
+    sampler's log-probabilities.
+    """
     given = {} if section is NOT_SET else section
     if not isinstance(given, Mapping):
         return section, others
@@ -242,7 +253,7 @@ def _with_older(section: object, others: dict[str, object]) -> tuple[object, dic
 
 
 def _older_settings(others: Mapping[str, object]) -> tuple[dict[str, object], set[str]]:
-    """The section that verl's older settings stand for, and the names of these settings."""
+    """The section that verl's older settings amount to, and the names of these settings."""
     section: dict[str, object] = {}
     names: set[str] = set()
     truths = dict.fromkeys(("use_rollout_log_probs", "compute_prox_log_prob"), False)
@@ -264,11 +275,14 @@ def _older_settings(others: Mapping[str, object]) -> tuple[dict[str, object], se
 
 
 def with_divergence(fields: dict[str, Any], others: dict[str, object]) -> dict[str, Any]:
-    """Fields with verl's loss `dppo_tv` or `dppo_kl` around the sampler, whose clip ratios are bounds of a divergence."""
+    """
+    Fields with verl's loss `dppo_tv` or `dppo_kl` around the sampler. Its clip ratios bound a
+    divergence.
+    """
     mode = next((value for name, value in others.items() if name.endswith("policy_loss.loss_mode")), None)
     if mode not in ("dppo_tv", "dppo_kl") or not fields.get("bypass_mode"):
         return fields
-    values: dict[str, object] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # of verl's YAML
+    values: dict[str, object] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # verl's defaults
     for name in [*others]:
         if (key := name.rpartition(".")[2]) in (*values, "loss_mode"):
             values[key] = others.pop(name)
