@@ -1,10 +1,10 @@
 """
-The diagnosis, `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its
-certainty and share, and the remedy. Arrays of numpy in, no TRL.
+The command `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its
+certainty and share, and the remedy. It works on arrays of numpy and needs no TRL.
 
-`observed` has the tokens. `causes` has one record for each cause; their tests are in
-`single_tokens`, `drift`, `sampling` and `precision`, made of the statistics in `evidence`. `parts`
-finds the completions, turns and prompts that have the whole gap. `ranking` searches, and `text`
+`observed` holds the tokens. `causes` lists one record per cause. The tests of the causes are in
+`single_tokens`, `drift`, `sampling` and `precision`, and use the statistics in `evidence`. `parts`
+finds the completions, turns and prompts that cause the whole gap. `ranking` searches, and `text`
 writes the answer.
 """
 
@@ -40,12 +40,15 @@ __all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", 
 
 
 def read_tokens(path: str | Path) -> DumpedTokens:
-    """Read the tokens of a dump (folder or file), or of a run with one below it. Without one, a `ValueError` of one line."""
+    """
+    Read the tokens of a dump (folder or file), or of a run that contains one. Raises a `ValueError`
+    of one line without a dump.
+    """
     return _tokens_of(_opened(path))
 
 
 def _opened(path: str | Path) -> Dump:
-    """What a diagnosis needs of a dump. Warns of its damage."""
+    """The parts of a dump that a diagnosis needs. Warns about damage."""
     dump = open_dump(path, COLUMNS, worst=False)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
@@ -61,7 +64,10 @@ def _tokens_of(dump: Dump) -> DumpedTokens:
 
 
 def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
-    """The tokens of a dump that is read already. `quiet`: no alarm in the log of its run, and no gap that is not small."""
+    """
+    The tokens of an opened dump. `quiet` says that the log of its run shows no alarm and only small
+    gaps.
+    """
     logs = read_logs(dump.path)
     movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
     return DumpedTokens(
@@ -70,7 +76,10 @@ def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
 
 
 def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, float, float]]:
-    """Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push up to a step, in order; NaN for an unknown age."""
+    """
+    Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, in order, up to step `last`; NaN
+    if unknown.
+    """
     found = []
     for entry in logs:
         fresh, age = (value_of(entry, f"{PREFIX}{name}_k3_kl") for name in ("fresh", "age"))
@@ -86,11 +95,14 @@ def iterations_of(settings: Mapping[str, object]) -> int:
 
 
 def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
-    """Sum of the learning rates of the steps after the first of the dump; NaN if the log does not have all of them."""
+    """
+    Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks any of
+    them.
+    """
     first, last = int(steps.min()), int(steps.max())
     known, total = first, 0.0
     for entry in sorted((x for x in logs if isinstance(x.get("learning_rate"), float | int)), key=lambda x: x["step"]):
-        until = min(int(entry["step"]), last)  # an entry is of the steps since the one before
+        until = min(int(entry["step"]), last)  # an entry covers the steps since the previous one
         total += max(until - known, 0) * float(entry["learning_rate"])
         known = max(known, until)
     return total if known == last > first else np.nan
@@ -98,8 +110,8 @@ def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
     """
-    The diagnosis of a dump as text or as JSON, and whether nothing has to be done. Of a run without
-    a dump, the suspicion from the log of its trainer.
+    The diagnosis of a dump as text or as JSON, and whether nothing needs to be done. A run without
+    a dump gets the suspicion from the log of its trainer.
     """
     if states := _without_dump(Path(path)):
         return _suspect(states, as_json=as_json)
@@ -112,17 +124,17 @@ def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool
 
 
 def _without_dump(path: Path) -> list[Path]:
-    """The states of a run that has no dump."""
+    """The states of a run without a dump; empty if there is a dump."""
     if path.is_file():
         return [path] if path.suffix == ".json" else []
     try:
         return states_of(path) if path.is_dir() and find_dump(path) is None else []
-    except OSError:  # which the reader of the dump reports
+    except OSError:  # the reader of the dump reports it
         return []
 
 
 def _suspect(states: list[Path], *, as_json: bool) -> tuple[str, bool]:
-    """The suspicion from the log of a trainer, and whether there is none."""
+    """The suspicion from the log of a trainer as text or JSON, and whether there is none."""
     damage: list[str] = []
     entries = merge(first_readable(states, damage, needed=True))
     for sentence in damage:

@@ -1,6 +1,6 @@
 """
 The causes that a diagnosis knows, one record each: the test that finds the cause, and the remedy.
-`docs/causes.md` has them at length.
+`docs/causes.md` explains them.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,28 +15,28 @@ from .observed import DumpedTokens
 class Test(NamedTuple):
     """A test of the tokens of a dump."""
 
-    look: Callable[[DumpedTokens], Evidence | None]  # `None` where the test cannot be made
+    look: Callable[[DumpedTokens], Evidence | None]  # returns `None` where the test is impossible
     weak: float  # statistic of the evidence from which the cause is possible
-    strong: float  # and from which it is nearly certain
+    strong: float  # statistic from which it is nearly certain
 
 
 class Cause(NamedTuple):
     """A cause of the gap between trainer and sampler."""
 
-    title: str  # in a line
-    test: Test  # that finds it
-    remedy: str  # first at the source
-    settings: Mapping[str, object] = {}  # of a trainer, that are the remedy; empty where no setting is
-    otherwise: str = ""  # the remedy for a run that has these settings already
-    # For the gap left after the remedy: any, or one that rejects single tokens; none where it would
-    # hide a mistake
+    title: str  # in one line
+    test: Test  # the test that finds it
+    remedy: str  # at the source first
+    settings: Mapping[str, object] = {}  # of a trainer, as the remedy; empty where no setting helps
+    otherwise: str = ""  # the remedy for a run that already uses these settings
+    # The correction for the gap left after the remedy: any, one that rejects single tokens, or none
+    # where it would hide a mistake
     correction: Literal["", "any", "rejecting"] = ""
-    normal: bool = False  # whether every run has it, so that only a large gap is unhealthy
+    normal: bool = False  # True for a cause in every run, where only a large gap is unhealthy
     fallback: Test | None = None  # finds it where nothing else explains the gap
 
 
 _REFER = "importance weights would refer to a policy that no token was sampled from"
-# True only of values that are not the log-probabilities with which the tokens were sampled
+# Only for values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
 _GROWS = (
     "A correction is valid, because tokens and log-probabilities come from the same old weights, but the gap keeps "

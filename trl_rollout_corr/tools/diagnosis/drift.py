@@ -1,4 +1,7 @@
-"""Causes whose gap grows from sequence to sequence: with the age of the weights, with the step, or with padding."""
+"""
+Causes whose gap grows between sequences: with the age of the weights, with the step, or with
+padding.
+"""
 
 import numpy as np
 
@@ -7,27 +10,26 @@ from .evidence import FLOOR, POSSIBLE, Evidence, bounded, by_token, mean, pearso
 from .observed import DumpedTokens
 
 
-_END = 0.1  # share of the sequences that are compared at each end
-_ENOUGH = 8  # sequences of the lowest age or step, which are compared alone
+_END = 0.1  # share of the sequences compared at each end
+_ENOUGH = 8  # number of sequences of the lowest age or step that suffices to compare them alone
 _GROWTH = 1.4  # smallest growth of the mean square that counts
 _JUMP = 9.0  # growth of the mean square above which it need not be monotone
-_CHANCE = 3.0  # standard deviations of a rank correlation by chance, above which it counts
-_MOVED = 5.0  # the same for the step and the sampler's log-probabilities: completions of a prompt are alike
-# Sum of learning rates that moves no weight far enough for a gap: a tenth of one step at the
-# smallest rate in use
+_CHANCE = 3.0  # a rank correlation counts above this many standard deviations of chance
+_MOVED = 5.0  # the same for step and sampler's log-probabilities, because completions of a prompt are alike
+# A sum of learning rates too small to cause a gap: a tenth of one step at the smallest rate in use
 _STILL = 1e-7
-_LIKELY = 0.85  # certainty of a cause that a prompt which was trained on before may look like
-_ALIKE = 0.05  # likeness of the log-ratios of one token from which they repeat
-_SURELY = 0.6  # statistic of a gap that grows from which it surely does
-NONE, _HALF = 0.1, 0.5  # of the gap: a part below is none of it, and one above most of it
-_EVERYWHERE = 0.3  # of the usual gap, which all completions have where all of them come from old weights
+_LIKELY = 0.85  # certainty of a cause that resembles a prompt that was trained on before
+_ALIKE = 0.05  # log-ratios of one token repeat from this correlation on
+_SURELY = 0.6  # statistic from which a gap surely grows
+NONE, _HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it
+_EVERYWHERE = 0.3  # share of the usual gap that every completion shows if all come from old weights
 
 
 def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
     """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
     here = o.core
-    squares = o.of_rows(np.square(o.d) * here)  # each sequence has about the same number of tokens outside the core
-    # relative to equally likely tokens, so that unlikely tokens count no more
+    squares = o.of_rows(np.square(o.d) * here)  # sequences hardly differ in tokens outside the core
+    # relative to equally likely tokens, so that unlikely tokens do not dominate
     typical = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, here), 1e-12) * here)
     finite = np.isfinite(x) & np.isfinite(squares)
     values, squares, lengths = x[finite], squares[finite], o.lengths[finite]
@@ -48,7 +50,10 @@ def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
 
 
 def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
-    """Rank correlation of the values with not being among the lowest sequences, and its standard deviation by chance."""
+    """
+    Rank correlation of the values with not being among the lowest sequences, and its standard
+    deviation under chance.
+    """
     ranks = ranks_of(values)
     n, m = int((~lowest).sum()), int(lowest.sum())
     beyond = float(ranks[~lowest].sum() - n * (n - 1) / 2) / (n * m) if n else 0.5
@@ -59,15 +64,14 @@ def stale(o: DumpedTokens) -> Evidence | None:
     if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF:
         return None
     if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
-        return None  # the ages of samples that all come from the base model mean nothing
+        return None  # ages mean nothing if all samples come from the base model
     ages = np.unique(o.staleness[np.isfinite(o.staleness)])
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     one_age = len(ages) < 2
     if one_age and (still := never_pushed(o)) is not None and still.statistic > _SURELY and _moves_alone(o):
         return None  # it grows without end
     evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
-    # weights that are never pushed, if the gap grows with the step at equal age, and not with the
-    # age
+    # the weights are never pushed if the gap grows with the step at equal age, and not with the age
     may_stand_still = _step_explains(o) or (_serves_adapters(o) and not _age_explains(o))
     doubtful = not one_age and may_stand_still and not pushes_arrive(o)
     most = POSSIBLE if evidence is None or doubtful else evidence.most
@@ -78,24 +82,27 @@ def stale(o: DumpedTokens) -> Evidence | None:
 
 def with_equal_weights(o: DumpedTokens) -> float:
     """
-    Share of the gap (`k3_kl`) that trainer and sampler had after the first push of the run, before
-    any update; NaN if no completions were scored again then.
+    Share of the gap (`k3_kl`) that existed after the first push of the run, before any update; NaN
+    if no completions were scored again then.
     """
     first = next(iter(o.scored_again), None)
     return (first[1] + first[2]) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
 
 
 def pushes_arrive(o: DumpedTokens) -> bool:
-    """True if, right after each push, trainer and sampler hardly have a gap, by completions that were scored again."""
+    """
+    True if trainer and sampler hardly differ right after each push, on completions that were scored
+    again.
+    """
     later = [fresh for _, fresh, _ in o.scored_again[1:]]
     return bool(later) and max(later) < NONE * o.k3
 
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
-    Test for stale samples of one age, or of an unknown one: the trainer has moved toward rewarded
-    completions since. The gap is near 0 in the first step, and does not grow for ever, as of
-    weights that are never pushed.
+    Test for stale samples of one age, known or not: the trainer moved toward rewarded completions
+    since. The gap is near 0 in the first step and, unlike with weights that are never pushed, does
+    not grow for ever.
     """
     if _as_small_as_rounding(o) or complete_at_once(o):
         return None
@@ -118,15 +125,18 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
             "push does not clear would look the same"
         )
     share = onset.share if onset is not None and begun else 1.0
-    # without the first step, any fault looks the same where it depends on what the rewards depend
-    # on, such as the length
+    # without the first step, any fault looks the same if it depends on what the rewards depend on,
+    # such as the length
     most = 0.99 if begun else POSSIBLE
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
 
 
 def complete_at_once(o: DumpedTokens) -> bool:
-    """True if the gap has its whole size in the first step of a run, where the sampler has the trainer's weights."""
-    fresh = not (o.staleness[o.step == o.step.min()] >= 1).all()  # or of unknown age
+    """
+    True if the gap is at its full size in the first step of a run, when the sampler holds the
+    trainer's weights.
+    """
+    fresh = not (o.staleness[o.step == o.step.min()] >= 1).all()  # includes unknown ages
     return fresh and o.step.min() <= 1 and not ((onset := _onset(o)) and onset.statistic > 0)
 
 
@@ -141,8 +151,8 @@ def first_step(o: DumpedTokens) -> float:
 
 def with_advantage(o: DumpedTokens) -> float:
     """
-    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, whose mean is 0 in
-    samples of any sampler, however sure it is; 0 where chance explains it.
+    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, which averages 0 over
+    samples of any sampler, however sure it is. Returns 0 where chance explains the correlation.
     """
     d = o.d * o.core
     excess = o.of_rows(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(d)), 1e-12))
@@ -159,7 +169,10 @@ def own_updates(o: DumpedTokens) -> Evidence | None:
 
 
 def _visits(o: DumpedTokens) -> bool:
-    """True if ages count the visits of a batch, in bypass mode. Those of older weights rise to a lag, and stay there."""
+    """
+    True if ages count the visits of a batch, in bypass mode. Ages of older weights rise to a lag
+    and stay there.
+    """
     settings = settings_of_run(o.settings)
     if settings is None or not settings.bypass_mode:
         return False
@@ -182,7 +195,9 @@ def _by_step(o: DumpedTokens) -> Evidence | None:
 
 
 def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
-    """Rank correlation of `x` and `y` among sequences of one stratum, over all strata, in standard deviations by chance."""
+    """
+    Rank correlation of `x` and `y` within strata, pooled, in standard deviations under chance.
+    """
     ranks, free = np.zeros((2, len(strata))), -1
     for stratum in np.unique(strata):
         here = strata == stratum
@@ -193,7 +208,10 @@ def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _step_explains(o: DumpedTokens) -> bool:
-    """Test whether the gap grows with the step at equal age, and not with the age at equal step: both rise with a queue."""
+    """
+    True if the gap grows with the step at equal age, but not with the age at equal step. Both rise
+    with a queue.
+    """
     size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
     finite = np.isfinite(size)
     size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
@@ -201,14 +219,16 @@ def _step_explains(o: DumpedTokens) -> bool:
 
 
 def _age_explains(o: DumpedTokens) -> bool:
-    """Test whether the gap grows with the age at equal step."""
+    """True if the gap grows with the age at equal step."""
     size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
     finite = np.isfinite(size) & np.isfinite(o.staleness)
     return _at_equal(o.step[finite], o.staleness[finite], size[finite]) > _CHANCE
 
 
 def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evidence | None:
-    """Drop evidence of a gap that grows faster than the number of steps since the start, as in a collapse."""
+    """
+    The evidence, or `None` if the gap grows faster than the number of steps, as in a collapse.
+    """
     before = float(o.step.min() - 1)
     if evidence is None or before == 0:
         return evidence
@@ -222,8 +242,8 @@ def never_pushed(o: DumpedTokens) -> Evidence | None:
     evidence = _unless_faster_than_steps(o, _by_step(o))
     if evidence is None:
         return None
-    # an adapter that is added in part would grow in the same way; updates that the sampler rounds
-    # away add up
+    # a partly added adapter would grow in the same way, and updates that the sampler rounds away
+    # add up
     known = o.about.get("adapter") == "none" and not (o.quantised or o.coarser)
     return _if_the_trainer_moves(o, evidence if known else evidence._replace(most=POSSIBLE))
 
@@ -242,9 +262,9 @@ def adapter_missing(o: DumpedTokens) -> Evidence | None:
 
 def _if_the_trainer_moves(o: DumpedTokens, evidence: Evidence) -> Evidence:
     """
-    Doubt a gap that grows, unless it has the marks of a trainer that learns while the sampler
-    stands still: it repeats at the same token, it correlates with the advantage, and all
-    completions of the latest steps have it.
+    Doubt a gap that grows, unless it shows the marks of a trainer that learns while the sampler
+    stands still: it repeats at the same token, it correlates with the advantage, and it is in all
+    completions of the latest steps.
     """
     numbers = {"alike": by_token(o), "rewarded": with_advantage(o), "least": _least_in_the_end(o)}
     sentence = (
@@ -260,14 +280,14 @@ def _if_the_trainer_moves(o: DumpedTokens, evidence: Evidence) -> Evidence:
 
 
 def _moves_alone(o: DumpedTokens) -> bool:
-    """Test for the marks of a trainer that learns while the sampler stands still."""
+    """True if the gap shows the marks of a trainer that learns while the sampler stands still."""
     return by_token(o) > _ALIKE and with_advantage(o) > 0 and _least_in_the_end(o) > _EVERYWHERE
 
 
 def _least_in_the_end(o: DumpedTokens) -> float:
     """
-    Size of the log-ratio in the completions of the latest steps that have little of it, a twentieth
-    of them, over the median of all of these, relative to equally likely tokens.
+    Size of the log-ratio in the latest completions that show least of it, a twentieth of them, over
+    the median of all latest completions, relative to equally likely tokens.
     """
     size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
     late = size[np.isfinite(size) & (o.step >= np.median(o.step))]
@@ -279,14 +299,19 @@ def _serves_adapters(o: DumpedTokens) -> bool:
 
 
 def _may_stand_still(o: DumpedTokens) -> bool:
-    """True if the gap is larger than rounding and the trainer moves while the sampler may not; the start is the best proof."""
+    """
+    True if the gap exceeds rounding and the trainer moves while the sampler may not. The start
+    proves it best.
+    """
     beyond = _MOVED if o.step.min() <= 1 else _CHANCE
     return not (_as_small_as_rounding(o) or stands_still(o) or _sampler_moves(o, beyond))
 
 
 def stands_still(o: DumpedTokens) -> bool:
-    """Test whether the log of the run has learning rates that are too small for any change of the trainer's weights."""
-    return o.movement <= _STILL  # not of NaN
+    """
+    True if the learning rates in the log are too small for any change of the trainer's weights.
+    """
+    return o.movement <= _STILL  # False for NaN
 
 
 def standing_still(o: DumpedTokens) -> Evidence | None:
@@ -302,8 +327,8 @@ def standing_still(o: DumpedTokens) -> Evidence | None:
 
 def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
     """
-    Test whether the sampler's own log-probabilities rise or fall with the step, `beyond` so many
-    standard deviations by chance: then it gets weights.
+    True if the sampler's own log-probabilities rise or fall with the step by more than `beyond`
+    standard deviations under chance, which means that it gets weights.
     """
     own = o.of_rows(o.rollout)
     finite = np.isfinite(own)
@@ -312,9 +337,8 @@ def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
 
 def prefix_cache(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether completions of prompts that came in an earlier step have the gap, and those of new
-    prompts have none, although all samples are announced as fresh: keys and values of old weights
-    are read again.
+    Test whether only completions of prompts from an earlier step show the gap, although all samples
+    are announced as fresh. Then keys and values of old weights are read again.
     """
     seen = _seen_before(o)
     later = (o.step > o.step.min()) & (o.lengths > 0)
@@ -340,7 +364,7 @@ def prefix_cache(o: DumpedTokens) -> Evidence | None:
 
 
 def _seen_before(o: DumpedTokens) -> np.ndarray:
-    """Of each sequence, `(B,)`: whether its prompt came in an earlier step of the dump."""
+    """Boolean mask, `(B,)`, of the sequences whose prompt came in an earlier step of the dump."""
     known = o.prompt >= 0
     first = np.full(int(o.prompt.max(initial=0)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, o.prompt[known], o.step[known])

@@ -1,4 +1,7 @@
-"""What a run does with its gap or its weights, and should not: no causes of the gap, so that they explain no share of it."""
+"""
+Faults in what a run does with its gap or its weights. They are no causes of the gap, so they
+explain no share of it.
+"""
 
 import numpy as np
 
@@ -8,14 +11,14 @@ from .evidence import POSSIBLE, Evidence, mean
 from .observed import DumpedTokens
 
 
-_FEWEST = 8  # completions whose mean weight says something
-_ERRORS = 3.0  # standard errors of the mean weight, beyond which chance does not explain it
+_FEWEST = 8  # fewest completions with a meaningful mean weight
+_ERRORS = 3.0  # standard errors of the mean weight beyond which chance does not explain it
 
 
 def whole_completions(o: DumpedTokens) -> Evidence | None:
     """
-    Look for a mean importance weight below 1 where each completion has one weight, although with
-    one weight for each token it would be almost 1.
+    Look for a mean importance weight below 1 in a run with one weight per completion, although one
+    weight per token would average almost 1.
     """
     settings = settings_of_run(o.settings)
     if settings is None or not settings.corrects or not settings.applies_weights or settings.rollout_is != "sequence":
@@ -41,7 +44,9 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
 
 
 def frozen_base(o: DumpedTokens) -> Evidence | None:
-    """Look for frozen weights that a push has changed, by the fingerprints that the run took of them."""
+    """
+    Look for frozen weights that a push changed, by the fingerprints that the run took of them.
+    """
     changed = o.about.get("frozen_base", "")
     sentence = "fingerprints before and after a push differ"
     return Evidence(1.0, 0.0, {}, sentence, words=f" ({changed})") if changed else None

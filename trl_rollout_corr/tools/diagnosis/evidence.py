@@ -1,4 +1,4 @@
-"""Statistics of the tokens of a dump that the tests of several causes use, and the form of the evidence."""
+"""Statistics of the tokens of a dump that several tests use, and the form of the evidence."""
 
 import math
 from collections.abc import Mapping
@@ -10,24 +10,24 @@ from ..monitor.bands import NEGLIGIBLE
 from .observed import DumpedTokens
 
 
-# Root mean square of the log-ratio, in nats, below which no cause is looked for.
+# Root mean square of the log-ratio, in nats, below which the diagnosis looks for no cause.
 FLOOR = NEGLIGIBLE
 # Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
 LARGE = 0.1
-POSSIBLE = 0.65  # certainty of a cause that other explanations are not ruled out for
+POSSIBLE = 0.65  # certainty of a cause while other explanations are possible
 _BINS = 20
-_CHANCE = 3.0  # standard deviations of a mean of products by chance, above which it counts
+_CHANCE = 3.0  # a mean of products counts above this many standard deviations of chance
 
 
 class Evidence(NamedTuple):
     """The evidence of a test."""
 
-    statistic: float  # of the test: the larger, the more certain the cause
+    statistic: float  # of the test; a larger one makes the cause more certain
     share: float  # of the sum of squared log-ratios that the cause explains, between 0 and 1
     numbers: Mapping[str, float]  # of the evidence, by their names in `sentence`
     sentence: str  # with the numbers in braces
     words: str = ""  # text of the completions, which ends the sentence
-    most: float = 0.99  # certainty that it allows: `POSSIBLE` where causes that are not known would look the same
+    most: float = 0.99  # largest certainty that it allows: `POSSIBLE` where unknown causes would look the same
 
 
 def mean(values: np.ndarray) -> float:
@@ -39,7 +39,10 @@ def rms(values: np.ndarray) -> float:
 
 
 def typical(values: np.ndarray) -> float:
-    """Root mean square without the largest 5 %: a few tokens that were sent to other experts would dominate it."""
+    """
+    Root mean square without the largest 5 %, which a few tokens sent to other experts would
+    dominate.
+    """
     size = np.sort(np.abs(values))
     return rms(size[: max(int(0.95 * len(size)), 1)])
 
@@ -49,7 +52,10 @@ def bounded(share: float) -> float:
 
 
 def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Mean of the values in the bin of each token. The bins are quantiles of the keys, with equal numbers of tokens."""
+    """
+    Mean of the values in each token's bin. The bins are quantiles of the keys, with equal numbers
+    of tokens.
+    """
     edges = np.quantile(keys, np.linspace(0, 1, min(_BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
     return mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
 
@@ -62,20 +68,26 @@ def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> 
 
 
 def usual_size(o: DumpedTokens, inside: np.ndarray) -> np.ndarray:
-    """Root mean square of the log-ratio at those tokens `inside` that are as likely as each token, `(N,)`."""
+    """
+    For each token, `(N,)`, the root mean square of the log-ratio at the equally likely tokens
+    `inside`.
+    """
     edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
     return np.asarray(np.sqrt(mean_of_equal(np.searchsorted(edges, o.middle), np.square(o.d), inside)))
 
 
 def relative_size(o: DumpedTokens, here: np.ndarray) -> np.ndarray:
-    """Log-ratio over its root mean square at tokens of the same probability, so that unlikely tokens count no more."""
+    """
+    Log-ratio over its root mean square at equally likely tokens, so that unlikely tokens do not
+    dominate.
+    """
     return np.asarray(o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12))
 
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:
     """
-    Mean product of two values with the same key over the mean square: 1 if the key determines the
-    value, 0 for noise, and where there are so few pairs that it may be chance.
+    Mean product of two values with the same key, over the mean square: 1 if the key determines the
+    value, 0 for noise and for so few pairs that it may be chance.
     """
     _, inverse = np.unique(keys, return_inverse=True)
     n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
@@ -85,13 +97,16 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
 
 
 def by_token(o: DumpedTokens) -> float:
-    """Correlation of the log-ratios at two places with the same token: 0 for noise, more for other weights."""
+    """
+    Correlation of the log-ratios at two places with the same token: 0 for noise, more for different
+    weights.
+    """
     here = o.core
     return alike(o.token[here], relative_size(o, here))
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:
-    """Ranks; equal values get the mean of their ranks."""
+    """Ranks of the values. Equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.take(np.cumsum(counts) - (counts + 1) / 2, inverse)
 

@@ -1,4 +1,4 @@
-"""The diagnosis of the first step: `rollout_diagnose`."""
+"""The diagnosis of the first step, for `rollout_diagnose`."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -48,8 +48,8 @@ class FirstStepDiagnosis(Watcher):
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        # Sequences are scored one by one, which is not possible with images. A processor is the
-        # same on all ranks; images may be on some.
+        # Sequences are scored one by one, which is impossible with images. This looks for a
+        # processor, because it is the same on all ranks, and images may be on some.
         images = hasattr(trainer.processing_class, "image_processor")
         score_alone = None if images else getattr(trainer, "_score_alone", None)
         return cls(trainer.args, trainer._settings, trainer._about, score_alone)
@@ -68,7 +68,10 @@ class FirstStepDiagnosis(Watcher):
         return not self.done and len(self.rows) < ROWS
 
     def looks_twice(self) -> bool:
-        """True for the first batch, whose sequences are scored a second time. The same on all ranks."""
+        """
+        True for the first batch, whose sequences are scored a second time. All ranks get the same
+        answer.
+        """
         first, self.looked = not self.looked and not self.done, True
         return first
 

@@ -9,17 +9,17 @@ from ..dump.sequences import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
-_LARGEST_POWER = 60.0  # of e, as in the metric
+_LARGEST_POWER = 60.0  # exponent of e, as in the metric
 
 
 class DumpedTokens:
     """
-    Tokens of the sequences that represent a batch: tokens of the loss that have a log-probability
-    of both policies. `settings` and `about` are those of the dump, `movement` is the sum of the
-    learning rates of the optimizer steps between the first sequence and the last, and `quiet` is
-    true of a run whose log has no alarm and only small gaps. `age` is that of the oldest completion
-    of the run, in optimizer steps. `scored_again` has the step, `fresh_k3_kl` and `age_k3_kl` of
-    each score after a push. `N` tokens, `B` sequences; what is not known is NaN or `None`.
+    Tokens of the sequences that represent a batch: tokens of the loss with a log-probability of
+    both policies. `settings` and `about` come from the dump. `movement` is the sum of the learning
+    rates of the optimizer steps between the first sequence and the last. `quiet` says that the log
+    of the run shows no alarm and only small gaps. `age` is the age of the run's oldest completion,
+    in optimizer steps. `scored_again` lists the step, `fresh_k3_kl` and `age_k3_kl` of each score
+    after a push. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
     """
 
     def __init__(
@@ -37,27 +37,27 @@ class DumpedTokens:
         self.settings, self.about, self.movement, self.quiet = settings, about, movement, quiet
         self.scored_again = scored_again
         counted = sequences.counted
-        # Tokens of the loss, and the sequence of each of them that has no finite log-ratio
+        # Number of tokens of the loss, and the sequence of each of them without a finite log-ratio
         chosen = sequences.represents[sequences.row]
         self.n_tokens = int((sequences.mask & chosen).sum())
         broken = sequences.broken & chosen
         self.broken_row = sequences.row[broken]
-        # Of these tokens, `(M,)`: place in the completion, log-probabilities of both sides, and
-        # whether no later token of the completion is finite, as behind a row of logits that is NaN
+        # For these tokens, `(M,)`: place in the completion, log-probabilities of both sides, and
+        # whether no later token of the completion is finite, as behind a row of NaN logits
         self.broken_place = (np.arange(len(sequences.row)) - sequences.starts[:-1][sequences.row])[broken]
         self.broken_train, self.broken_rollout = sequences.train_logps[broken], sequences.rollout_logps[broken]
         self.broken_to_the_end = _none_later(sequences.valid & chosen, sequences.row)[broken]
-        # Of each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
+        # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
         # log-ratio in nats
         self.row = sequences.row[counted]
         self.train, self.rollout = (
             x[counted].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
         )
         self.d = self.train - self.rollout
-        # Of each sequence, `(B,)`
+        # For each sequence, `(B,)`
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
-        # Of each token again: its place in the completion, and whether it is at an end or just
+        # For each token again: its place in the completion, and whether it is at an end or just
         # behind tokens outside the loss
         starts = sequences.starts[:-1][sequences.row]
         position = np.arange(len(sequences.row)) - starts
@@ -77,7 +77,7 @@ class DumpedTokens:
         self.advantage = sequences.advantage.astype(np.float64)
         self.again = sequences.again_logps[counted].astype(
             np.float64
-        )  # of the trainer, which scores the sequence alone
+        )  # by the trainer, scoring the sequence alone
 
     def __len__(self) -> int:
         return len(self.d)
@@ -89,13 +89,16 @@ class DumpedTokens:
 
     @property
     def coarser(self) -> str:
-        """Type of a sampler in 16 bits beside a trainer in float32, whose own noise is then no baseline; otherwise empty."""
+        """
+        Type of a 16-bit sampler if the trainer computes in float32, whose noise is then no
+        baseline; otherwise empty.
+        """
         sampler = self.about.get("sampler_dtype", "")
         return sampler if self.about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
 
     @cached_property
     def total(self) -> float:
-        """Sum of the squared log-ratio, of which causes explain shares."""
+        """Sum of the squared log-ratio. Causes explain shares of it."""
         return float(np.square(self.d).sum())
 
     @cached_property
@@ -116,13 +119,18 @@ class DumpedTokens:
 
     @cached_property
     def core(self) -> np.ndarray:
-        """Tokens inside a completion: neither at its ends nor at a seam between turns, which have causes of their own."""
+        """
+        Tokens inside a completion, neither at its ends nor at a seam between turns. Those places
+        get their own causes.
+        """
         inside = ~(self.first | self.last | self.seam)
         return inside if inside.any() else np.ones(len(self), bool)
 
     @cached_property
     def prompt(self) -> np.ndarray:
-        """Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where it is not known."""
+        """
+        Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where unknown.
+        """
         numbers: dict[bytes, int] = {b"": -1}
         return np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in self._sequences.prompts])
 
@@ -132,7 +140,10 @@ class DumpedTokens:
         return f", the first with {text[:60]!r}" if text else ""
 
     def words(self, i: int) -> str:
-        """Text of a token and of those before it, as the end of a sentence; empty if the text was not read."""
+        """
+        Text of a token and of the tokens before it, as the end of a sentence; empty if the text was
+        not read.
+        """
         if not self._sequences.has_text:
             return ""
         row, place = int(self.row[i]), int(self.position[i])
@@ -140,20 +151,22 @@ class DumpedTokens:
         return f", {self._sequences.text(row, place)!r} after {before!r}"
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
-        """Means over the tokens of each sequence, `(B,)`; NaN for those without tokens."""
+        """Means over the tokens of each sequence, `(B,)`; NaN without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
 
 
 def _none_later(valid: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """For each token, whether no later one of its row is valid."""
+    """Boolean mask of the tokens without a later valid token in their row."""
     last = np.full(int(rows.max(initial=-1)) + 1, -1)
     last[rows[valid]] = np.flatnonzero(valid)  # the last of equal indices is kept
     return np.asarray(np.arange(len(rows)) > last[rows])
 
 
 def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Tokens of the loss at most `SEAM` places after tokens of the same completion that are outside the loss."""
+    """
+    Tokens of the loss at most `SEAM` places after tokens outside the loss in the same completion.
+    """
     near = np.zeros_like(mask)
     for back in range(1, SEAM + 1):
         outside = np.zeros_like(mask)
@@ -164,7 +177,10 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 def _repeats(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """For each token: whether it occurred before, in the prompt (if known) or the completion, and its count in the latter."""
+    """
+    For each token, whether it occurred before in completion or known prompt, and its count in the
+    completion.
+    """
     tokens = sequences.token_ids
     repeated, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
     for row, prompt in enumerate(sequences.prompts):

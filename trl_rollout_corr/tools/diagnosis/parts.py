@@ -1,4 +1,4 @@
-"""Parts of the data that have the whole gap, where there are such: tokens, completions, turns, prompts."""
+"""Parts of the data that cause the whole gap, if any: tokens, completions, turns, prompts."""
 
 from typing import NamedTuple
 
@@ -10,34 +10,34 @@ from .observed import DumpedTokens
 
 
 _ALL = 0.99  # share of d^2 that is called all of the gap
-_MOST = 0.95  # and the smallest that is worth a sentence
+_MOST = 0.95  # smallest share that is worth a sentence
 _CONTRAST = 3.0  # smallest ratio of the levels of the two kinds of units
-_APART = 0.8  # smallest share of the variance of the logarithms of levels that is between the two kinds (0.64 in a Gaussian)
-_LIKELY, _SURELY = 3.0, 6.0  # ratios of neighbours at a split that are as good as shares of 0.8 and 0.9
-_CUT = 3.0  # usual sizes at which the log-ratio of a token is cut off, so that a few tokens do not decide about a unit
+_APART = 0.8  # smallest share of the variance of log levels that lies between the two kinds (0.64 in a Gaussian)
+_LIKELY, _SURELY = 3.0, 6.0  # ratios of neighbours at a split, as good as shares of 0.8 and 0.9
+_CUT = 3.0  # the log-ratio of a token is capped at this many usual sizes, so that a few tokens do not decide
 _SOUND = 0.03  # share of the usual size below which units are equally sound
-_LENGTH = 5  # tokens of a unit that are enough to judge it
-_TIMES = 1.5  # completions of a prompt, from which prompts are units of their own
+_LENGTH = 5  # tokens that suffice to judge a unit
+_TIMES = 1.5  # completions per prompt from which prompts are units, too
 _LEAST = 2  # units on each side of a split
-# Share of the units that are off whose level is so many times that of sound units of the same step
-# and age
+# Share of the deviating units that must be this many times above sound units of the same step and
+# age
 _MIXED, _BEYOND = 0.7, 2.0
-_FEW, _SHOWN = 10, 3  # tokens that may have the whole gap, and how many of them are shown
+_FEW, _SHOWN = 10, 3  # most tokens that may cause the whole gap, and how many of them are shown
 
 
 class Split(NamedTuple):
-    """Units, such as completions, that are split into those that are off and those that are sound."""
+    """Units, such as completions, split into deviating and sound ones."""
 
-    off: np.ndarray  # by unit that can be judged
+    off: np.ndarray  # True for deviating units, among units that can be judged
     of: int  # units
-    apart: float  # how clear the split is: ratio of the neighbouring levels, or as much as the two kinds are apart
-    contrast: float  # typical level of the units that are off over that of the others
-    tokens: np.ndarray  # of the units that are off, among all tokens
-    share: float  # of the sum of squares that they have
+    apart: float  # how clear the split is: the ratio of the neighbouring levels, or the distance of the two kinds
+    contrast: float  # typical level of deviating units, relative to the others
+    tokens: np.ndarray  # tokens of deviating units, among all tokens
+    share: float  # their share of the sum of squares
 
     @property
     def quantity(self) -> str:
-        """How much of the gap it is, as the beginning of a sentence."""
+        """The share of the gap, as the beginning of a sentence."""
         return _quantity(self.share)
 
 
@@ -47,15 +47,15 @@ def _quantity(share: float) -> str:
 
 def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
     """
-    Split units, whose number each token has (`(N,)`, below 0 for none), where their levels are
-    furthest apart. `None` if they are not apart, or if the step or the age of the samples explains
-    it.
+    Split units where their levels are furthest apart. `units`, `(N,)`, numbers the unit of each
+    token, below 0 for none. Returns `None` if they are not apart, or if the step or the age of the
+    samples explains it.
     """
     here = o.core & (units >= 0)
     if not here.any():
         return None
     usual = usual_size(o, here)
-    here &= usual > FLOOR  # at tokens that both sides are sure of, no gap can be seen
+    here &= usual > FLOOR  # no gap can show at tokens that both sides are sure of
     if not here.any():
         return None
     names, unit = np.unique(units[here], return_inverse=True)
@@ -64,7 +64,7 @@ def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
     judged = counts >= _LENGTH
     if judged.sum() < 2 * _LEAST:
         return None
-    # below a small share of the usual size, and below the floor, all units are equally sound
+    # all units below a small share of the usual size, and below the floor, are equally sound
     least = max(_SOUND, FLOOR / max(rms(o.d[here]), FLOOR))
     place, apart, contrast = _place(np.sort(np.log(np.maximum(levels[judged], least))))
     if apart < _LIKELY or contrast < _CONTRAST:
@@ -79,9 +79,9 @@ def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
 
 def _place(levels: np.ndarray) -> tuple[int, float, float]:
     """
-    Where to split logarithms of levels in ascending order: the first place of the upper kind, how
-    far the kinds are apart, and the ratio of their means. Otsu's criterion for two kinds of about
-    equal number, the largest step for a few that are off.
+    Place to split logarithms of levels in ascending order: the first place of the upper kind, how
+    far the kinds are apart, and the ratio of their means. Otsu's criterion serves two kinds of
+    about equal number, the largest step a few deviating units.
     """
     n = len(levels)
     places = np.arange(_LEAST, n - _LEAST + 1)
@@ -98,7 +98,7 @@ def _place(levels: np.ndarray) -> tuple[int, float, float]:
 def _beside_sound_ones(
     o: DumpedTokens, here: np.ndarray, unit: np.ndarray, levels: np.ndarray, off: np.ndarray, sound: np.ndarray
 ) -> bool:
-    """Test whether most units that are off have sound ones of the same step and age next to them, which are far below them."""
+    """True if most deviating units lie far above sound units of the same step and age."""
     ages = np.nan_to_num(o.staleness, nan=-1.0)
     _, cell = np.unique(np.stack([o.step, ages]), axis=1, return_inverse=True)
     cells = cell.ravel()[o.row[here]]
@@ -111,12 +111,15 @@ def _beside_sound_ones(
 
 
 def completions(o: DumpedTokens) -> Split | None:
-    """The completions that have the gap."""
+    """The completions that cause the gap."""
     return split(o, o.row)
 
 
 def where(o: DumpedTokens) -> list[str]:
-    """Sentences about the tokens, prompts, turns or completions that have all of the gap; none if it is everywhere."""
+    """
+    Sentences about the tokens, prompts, turns or completions that cause the whole gap; none if it
+    is everywhere.
+    """
     if o.size < FLOOR:
         return []
     if tokens := _single_tokens(o):
@@ -134,7 +137,7 @@ def where(o: DumpedTokens) -> list[str]:
 
 
 def _in_later_turns(o: DumpedTokens) -> str:
-    """A sentence about the turns after the first, if they have all of the gap; else empty."""
+    """A sentence about the turns after the first, if they cause the whole gap; else empty."""
     later = o.turn_place > 0
     if not later.any() or later.all():
         return ""
@@ -150,7 +153,7 @@ def _count(parts: Split, units: str) -> str:
 
 
 def _single_tokens(o: DumpedTokens) -> str:
-    """A sentence about the few tokens that have all of the gap; empty if there are none."""
+    """A sentence about a few tokens that cause the whole gap; empty if there are none."""
     order = np.argsort(-np.abs(o.d))
     sums = np.cumsum(np.square(o.d[order]))
     n = int(np.searchsorted(sums, _ALL * sums[-1])) + 1
@@ -167,15 +170,17 @@ def _token(o: DumpedTokens, i: int) -> str:
 
 
 def growth(o: DumpedTokens, parts: Split) -> float:
-    """Rank correlation of the step with the size of the log-ratio, at the tokens of the units that are off."""
+    """
+    Rank correlation of the step with the size of the log-ratio at the tokens of deviating units.
+    """
     here = parts.tokens & o.core
     return spearman(o.step[o.row[here]].astype(float), np.abs(o.d[here]))
 
 
 def begun(o: DumpedTokens, parts: Split) -> float:
     """
-    Share of the completions that are off from their first tokens on: one of the first three at
-    which a gap can be seen is further off than tokens of sound completions are.
+    Share of the deviating completions that deviate from their beginning: one of the first three
+    tokens where a gap can show is further off than in sound completions.
     """
     usual = usual_size(o, o.core)
     visible = o.core & (usual > FLOOR)

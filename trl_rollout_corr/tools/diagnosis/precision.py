@@ -1,6 +1,6 @@
 """
-Causes by which trainer and sampler compute other numbers from the same weights, and other weights:
-padding, dropout, routing, low precision and rounding.
+Causes that make trainer and sampler compute different numbers from the same weights, or from other
+weights: padding, dropout, routing, low precision and rounding.
 """
 
 from collections.abc import Mapping
@@ -12,20 +12,23 @@ from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean,
 from .observed import DumpedTokens
 
 
-# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times what a
-# pretrained model has in bfloat16
+# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times the
+# value of a pretrained model in bfloat16
 _DROPOUT = 0.075
-# Factor on the likeness of log-ratios of one token, where the gap is more than rounding, and tokens
-# from which it counts
+# Factor on the correlation of the log-ratios of one token where the gap exceeds rounding, and
+# number of tokens from which it applies
 _UNROUNDED, _MANY = 3.0, 1000
-# `k3_kl` up to which 8 bits are certain to explain a gap. Tiny models had 0.001 and 0.009, and a
+# `k3_kl` up to which 8 bits certainly explain a gap. Tiny models showed 0.001 and 0.009, a
 # pretrained one 0.045
 _QUANTISED = 0.03
-_GAUSSIAN_TAIL = 3.8  # percentile 99 of the size of a Gaussian number over the median
+_GAUSSIAN_TAIL = 3.8  # percentile 99 over median of the size of a Gaussian number
 
 
 def noise_floor(o: DumpedTokens) -> float | None:
-    """Mean square of the trainer's difference from itself over that of the gap; `None` if too few tokens have two scores."""
+    """
+    Mean square of the trainer's difference from itself, over the gap's; `None` if too few tokens
+    were scored twice.
+    """
     again = np.isfinite(o.again) & o.core
     gap = typical(o.d[again])
     if again.sum() < 30 or gap < FLOOR / 4:
@@ -45,8 +48,8 @@ def padding(o: DumpedTokens) -> Evidence | None:
     local = bounded(1 - (alone / gap) ** 2)
     sentence = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
     local_evidence = Evidence(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, sentence)
-    # the few sequences that are scored alone may have little padding; then all sequences together
-    # show more
+    # the few sequences that were scored alone may contain little padding; then all sequences show
+    # more
     return more if more and local > 0.3 and more.statistic > local_evidence.statistic else local_evidence
 
 
@@ -65,7 +68,9 @@ def dropout(o: DumpedTokens) -> Evidence | None:
 
 
 def tails(o: DumpedTokens) -> tuple[float, float]:
-    """Kurtosis of the log-ratio at tokens of equal probability, and percentile 99 of its size over the median."""
+    """
+    Kurtosis of the log-ratio at equally likely tokens, and percentile 99 over median of its size.
+    """
     here = o.core
     level = relative_size(o, here)
     size = np.abs(level)
@@ -76,7 +81,10 @@ def tails(o: DumpedTokens) -> tuple[float, float]:
 
 
 def routing(o: DumpedTokens) -> Evidence | None:
-    """Test whether a few tokens, at any place and of any probability, have most of the sum of `d^2`."""
+    """
+    Test whether a few tokens, at any place and of any probability, make up most of the sum of
+    `d^2`.
+    """
     if o.about.get("experts") == "none":
         return None
     kurtosis, tail = tails(o)
@@ -94,13 +102,17 @@ def routing(o: DumpedTokens) -> Evidence | None:
 
 def _systematic(o: DumpedTokens, sentence: str) -> Evidence:
     same, gap = by_token(o), rms(o.d[o.core])
-    # 0.1 is much in a pretrained model, whose contexts differ, unless rounding is a part of the gap
+    # 0.1 is a large correlation in a pretrained model, because its contexts differ, unless rounding
+    # is a part of the gap
     statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
     return Evidence(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, sentence)
 
 
 def _looks_like_weights(o: DumpedTokens) -> bool:
-    """True of a gap that looks like one of other weights in any case: of old samples, or low precision that is known."""
+    """
+    True if the gap must look like different weights anyway, with old samples or known low
+    precision.
+    """
     ages = o.staleness[np.isfinite(o.staleness)]
     known = caches_in_low_precision(o.about) or o.quantised
     return known or bool(ages.size and ages.min() > 0)
@@ -122,7 +134,10 @@ def weights(o: DumpedTokens) -> Evidence | None:
 
 
 def noisy_weights(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap is noise as of rounding, but too large for it, and not in the trainer: as of weights of 8 bits."""
+    """
+    Test whether the gap is noise like rounding, but too large for it and not from the trainer, as
+    with 8-bit weights.
+    """
     floor, gap = noise_floor(o), rms(o.d[o.core])
     if floor is None or floor > 0.5 or gap <= LARGE or o.core.sum() < _MANY or _looks_like_weights(o):
         return None
@@ -136,7 +151,7 @@ def noisy_weights(o: DumpedTokens) -> Evidence | None:
 
 
 def kv_cache(o: DumpedTokens) -> Evidence | None:
-    """Test as for [`weights`], for an engine that reports a cache in low precision."""
+    """Test like [`weights`], for an engine that reports a cache in low precision."""
     if not caches_in_low_precision(o.about):
         return None
     return _systematic(
@@ -147,7 +162,10 @@ def kv_cache(o: DumpedTokens) -> Evidence | None:
 
 
 def quantised(o: DumpedTokens) -> Evidence | None:
-    """Test for an engine that reports quantised weights whether the gap is as large in the first step as over all steps."""
+    """
+    Test whether the gap is at its full size in the first step, for an engine that reports quantised
+    weights.
+    """
     if not o.quantised:
         return None
     sentence = (
@@ -164,7 +182,10 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
 
 
 def head(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap is as small as rounding, but the trainer reproduces it, unlike rounding in the layers."""
+    """
+    Test whether the gap is as small as rounding but, unlike rounding in the layers, reproduced by
+    the trainer.
+    """
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
     if floor is None or gap > LARGE or o.coarser:

@@ -1,4 +1,4 @@
-"""The search: which tests are made in which order, and how certain the causes are that they find."""
+"""The search: the order of the tests, and the certainty of the causes that they find."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from .parts import where
 from .precision import noise_floor
 
 
-LEAST = 30  # tokens, the least that a diagnosis needs
-_AS_WELL = 0.9  # of the product of certainty and share, above which another cause explains the dump as well
-_REST = 0.3  # share of d^2 that no cause explains, above which diffuse causes are looked for
+LEAST = 30  # fewest tokens for a diagnosis
+_AS_WELL = 0.9  # another cause above this part of certainty times share explains the dump as well
+_REST = 0.3  # unexplained share of d^2 above which the search looks for diffuse causes
 
 
 class Stage(NamedTuple):
-    """Causes that are looked for together."""
+    """Causes to look for together."""
 
-    causes: tuple[str, ...]  # their names. The cause that explains most is taken
-    several: bool = False  # all causes that are found are taken: each acts on other tokens
-    ends: bool = False  # a cause skips all later stages, because its effects could be mistaken for later causes
+    causes: tuple[str, ...]  # their names; the search takes the cause that explains most
+    several: bool = False  # the search takes all causes found, because each acts on other tokens
+    ends: bool = False  # a cause ends the search, because its effects could be mistaken for later causes
     floor: bool = True  # only where the log-ratio is large enough to matter
-    fallback: tuple[str, ...] = ()  # names of causes that are looked for by their fallback test
+    fallback: tuple[str, ...] = ()  # names of causes to find by their fallback test
 
     @property
     def tests(self) -> list[tuple[str, Test]]:
@@ -50,7 +50,7 @@ STAGES = (
     Stage(("stale", "own_updates", "never_pushed", "adapter_missing", "standing_still", "lora_merge")),
     Stage(("truncation", "penalty", "temperature")),
 )
-# For the share of d^2 that none of the above explains
+# For the share of d^2 that no cause above explains
 DIFFUSE = (
     Stage(("routing",), ends=True),
     Stage(("kv_cache", "quantised", "weights"), ends=True),
@@ -75,21 +75,24 @@ class Diagnosis(NamedTuple):
     """The causes of the gap in a dump."""
 
     verdict: str  # "found", "unknown" or "nothing"
-    findings: list[Finding]  # those that explain most first, normal ones last. Empty if the verdict is another
+    findings: list[Finding]  # by share, normal ones last; empty unless the verdict is "found"
     size: float  # root mean square of the log-ratio, in nats
     k3: float  # `rollout_corr/k3_kl`
-    floor: float | None  # the gap over the trainer's difference from itself; `None` if that is no baseline
+    floor: float | None  # the gap relative to the trainer's difference from itself; `None` if that is no baseline
     n_tokens: int
     n_sequences: int
-    in_effect: Mapping[str, object] = {}  # settings of the run, as far as they are known
+    in_effect: Mapping[str, object] = {}  # known settings of the run
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
-    quiet: bool = False  # the run has a log without an alarm, in which every gap is small
-    where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that have the whole gap
-    age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if it is not known
+    quiet: bool = False  # the log of the run shows no alarm and only small gaps
+    where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that cause the whole gap
+    age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if unknown
 
     @property
     def expected(self) -> bool:
-        """True if a run corrects for a gap that comes from nothing but old or quantised weights and normal causes."""
+        """
+        True if a run corrects for a gap that comes only from old or quantised weights and normal
+        causes.
+        """
         settings, names = settings_of_run(self.in_effect), {x.name for x in self.findings if not x.cause.normal}
         small = self.size < LARGE or (self.quiet and self.k3 <= BOUNDS["k3_corrected"].limit)
         corrects = settings is not None and settings.corrects and small
@@ -97,13 +100,16 @@ class Diagnosis(NamedTuple):
 
     @property
     def healthy(self) -> bool:
-        """True if nothing has to be done: there is no gap, a normal gap, or an expected one."""
+        """True if nothing needs to be done, because the gap is absent, normal or expected."""
         normal = self.verdict == "found" and self.size < LARGE and all(x.cause.normal for x in self.findings)
         return self.verdict == "nothing" or normal or self.expected
 
 
 def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
-    """Find the causes, except those that are known to be absent. Too few tokens are a `ValueError` of one line."""
+    """
+    Find the causes, except the absent ones in `without`. Raises a `ValueError` of one line for too
+    few tokens.
+    """
     if len(o) < LEAST and not len(o.broken_row):
         raise ValueError(
             f"{len(o)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"
@@ -112,7 +118,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         without = {*without, "head", "rounding"}  # measured at the first push
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings)
-    # causes of all tokens hide the diffuse ones
+    # causes that act on all tokens hide the diffuse ones
     if not ended and not {x.name for x in findings} - _OF_SOME and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
@@ -153,7 +159,7 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
 
 
 def _effects(o: DumpedTokens) -> list[Finding]:
-    """What the run does with the gap, whatever its causes are."""
+    """Findings about what the run does with the gap, whatever its causes."""
     found = _found(o, [(name, effect.test) for name, effect in EFFECTS.items()])
     return [finding._replace(certainty=min(finding.certainty, finding.evidence.most)) for finding in found]
 

@@ -6,11 +6,14 @@ from .evidence import Evidence, bounded, in_bins, mean, mean_of_equal, pearson
 from .observed import DumpedTokens
 
 
-_BEFORE = 8  # number of latest tokens, which stand for the tokens that could have been sampled instead
+_BEFORE = 8  # number of latest tokens that represent the tokens that could have been sampled instead
 
 
 def truncation(o: DumpedTokens) -> Evidence | None:
-    """Look for `d = log S`, where `S < 1` is the trainer's probability of the tokens that the sampler may draw."""
+    """
+    Look for `d = log S`, where `S < 1` is the trainer's total probability of the tokens that the
+    sampler may draw.
+    """
     d = o.d[o.core]
     if not np.abs(d).sum():
         return None
@@ -49,7 +52,7 @@ def temperature(o: DumpedTokens) -> Evidence | None:
 
 def penalty(o: DumpedTokens) -> Evidence | None:
     """
-    Look for tokens that are less likely for the sampler if they occurred before, and more likely
+    Look for tokens that the sampler makes less likely if they occurred before, and more likely
     otherwise. The test uses log-odds, because a penalty vanishes in `d` where a model is sure.
     """
     here, times = o.core, o.times.clip(max=24).astype(float)
@@ -92,13 +95,13 @@ def penalty(o: DumpedTokens) -> Evidence | None:
 
 
 def _log_odds(logps: np.ndarray) -> np.ndarray:
-    """`log(p / (1 - p))`, with `p` clipped to the digits that float32 has."""
+    """`log(p / (1 - p))`, with `p` clipped to the precision of float32."""
     p = np.exp(logps).clip(1e-6, 1 - 1e-4)
     return np.asarray(np.log(p / (1 - p)))
 
 
 def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
-    """Mean over the latest `n` tokens before each token in its row; 0 at the first token."""
+    """Mean over the latest `n` tokens before each token in its row, or 0 at the first token."""
     at = np.arange(len(rows))
     starts = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, at, 0))
     first, sums = np.maximum(at - n, starts), np.concatenate([[0.0], np.cumsum(values)])

@@ -10,39 +10,39 @@ from .observed import DumpedTokens
 from .parts import Split, begun, completions, growth
 
 
-# Quantile at which tokens are compared, because most tokens of a confident model have a log-ratio
-# near 0
+# Quantile at which tokens are compared, because most log-ratios of a confident model are near 0
 _MANY = 0.9
-# Usual sizes of the log-ratio above which the start of a turn is off: few are by chance
+# The start of a turn deviates above this many usual sizes of the log-ratio, which chance rarely
+# reaches
 _OFF = 3.0
-# Number of tokens from before a push that is needed to compare tokens of the same weights after one
+# Tokens from before a push that are needed for comparing tokens of the same weights after it
 _ENOUGH = 8
-# A completion is off if the mean size of its log-ratios, each over the usual size and cut off, is
-# so many times the median. Largest share of such completions, and smallest share of the sum of
-# squares that they have
+# A completion deviates if the mean size of its log-ratios, each capped and relative to the usual
+# size, is `_FAR` times the median. The other numbers are the cap, the largest share of such
+# completions, and their smallest share of the sum of squares
 _FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
-_SURE = -1e-6  # log-probability that is 0 but for the digits of float32
-_IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution that no truncation leaves
-_FEW = 0.02  # smallest share of the tokens inside that are as unlikely as those at a place, to compare them
-_EQUAL = 5  # tokens with one value that are no chance
+_SURE = -1e-6  # log-probability that is 0 up to the precision of float32
+_IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution too small for any truncation
+_FEW = 0.02  # smallest share of inside tokens as unlikely as the tokens at a place that allows a comparison
+_EQUAL = 5  # tokens with one value beyond chance
 _DIFFERENT = (
-    0.3  # nats, and standard deviations of all, that the trainer's values differ by where equal ones are fillers
+    0.3  # equal values are fillers if the trainer's differ by this many nats, and standard deviations of all
 )
-_TWICE, _NEARLY = 2, 0.8  # least number of values of 0 that an engine forced, and share of them that are of one token
-_ALL, _OF_SEAMS = 0.95, 0.5  # share of d^2 that is in later turns, and largest share of it at their first tokens
-_ENOUGH_TOKENS, _EDGE = 30, 8  # tokens of a kind that are needed to compare turns, and places on each side of an edge
-_BEGUN = 0.8  # share of the completions that are off from their beginning, as by another sampler
-_CLEAN = 10.0  # how much smaller the gap of tokens is that have none
+_TWICE, _NEARLY = 2, 0.8  # least number of zeros that an engine forced, and share of them at one token
+_ALL, _OF_SEAMS = 0.95, 0.5  # least share of d^2 in later turns, and largest share of it at their first tokens
+_ENOUGH_TOKENS, _EDGE = 30, 8  # tokens of a kind needed to compare turns, and places on each side of an edge
+_BEGUN = 0.8  # share of the deviating completions that deviate from their beginning, as from another sampler
+_CLEAN = 10.0  # how much smaller the gap of unaffected tokens is
 _PADDED = (
-    0.9  # share of pairs of completions of which the one that is off has more padding, from which that explains it
+    0.9  # padding explains the gap if it is larger in the deviating completion in this share of pairs
 )
-_GROWS = 0.3  # rank correlation with the step from which a gap is said to grow
+_GROWS = 0.3  # a gap grows from this rank correlation with the step on
 
 
 def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     """
-    Compare tokens of one kind with equally likely tokens inside: unlikely tokens have a larger
-    log-ratio in any case. A cause shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside, because unlikely tokens show a
+    larger log-ratio anyway. A cause shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here
     if here.sum() < 4 or rest.sum() < 20:
@@ -53,8 +53,8 @@ def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
     share = bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": rms(o.d[here]), "elsewhere": rms(o.d[rest])}
-    # whatever is off inside may be off here, too, and a sure policy has nothing inside to compare
-    # with
+    # whatever is wrong inside may be wrong here, too, and a sure policy offers nothing inside to
+    # compare
     likely, weights = np.maximum(o.train, o.rollout), np.square(o.d[here]) + 1e-300
     alone = mean(likely[rest] <= np.average(likely[here], weights=weights)) < _FEW
     most = POSSIBLE if alone or numbers["elsewhere"] > LARGE else 0.99
@@ -89,12 +89,12 @@ def seams(o: DumpedTokens) -> Evidence | None:
 
 def some_prompts(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether a minority of the completions is far off, and whether these always belong to the
-    same prompts. If samples differ in age, only those of different steps are compared: the
-    completions of a prompt in one step have the same age.
+    Test whether a minority of the completions deviates strongly, and always for the same prompts.
+    If samples differ in age, only samples of different steps are compared, because the completions
+    of a prompt in one step share their age.
     """
     rest = o.core
-    # large values are cut off, so that a few tokens, for instance with other experts, cannot decide
+    # large values are capped, so that a few tokens, for example with other experts, cannot decide
     # about a completion
     level = o.of_rows(np.minimum(np.abs(o.d) / np.maximum(usual_size(o, rest), 1e-12), _CUT) * rest)
     known = np.isfinite(level) & (o.prompt >= 0)
@@ -123,8 +123,8 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
 
 def nan_rows(o: DumpedTokens) -> Evidence | None:
     """
-    Look for rows of logits that are NaN: the trainer's, or the sampler's from some token of a
-    completion to its end, because a NaN in the cache of keys and values makes all later rows NaN.
+    Look for rows of NaN logits: the trainer's, or the sampler's from some token of a completion to
+    its end, because a NaN in the key-value cache makes all later rows NaN.
     """
     of_trainer = np.isnan(o.broken_train)
     return _without_ratio(
@@ -135,7 +135,9 @@ def nan_rows(o: DumpedTokens) -> Evidence | None:
 
 
 def missing(o: DumpedTokens) -> Evidence | None:
-    """Look for single tokens that the sampler has no finite log-probability of, and the trainer has one."""
+    """
+    Look for single tokens with a finite log-probability in the trainer but not in the sampler.
+    """
     absent = ~np.isfinite(o.broken_rollout) & ~np.isnan(o.broken_train)
     infinite = absent & np.isinf(o.broken_rollout)
     return _without_ratio(
@@ -146,13 +148,15 @@ def missing(o: DumpedTokens) -> Evidence | None:
 
 
 def _in_a_run(o: DumpedTokens) -> np.ndarray:
-    """Of each broken token, whether it is one of several up to the end of its completion."""
+    """
+    Boolean mask of the broken tokens that are one of several up to the end of their completion.
+    """
     run = np.bincount(o.broken_row, o.broken_to_the_end, minlength=len(o.lengths))
     return np.asarray(o.broken_to_the_end & (run[o.broken_row] > 1))
 
 
 def _without_ratio(o: DumpedTokens, here: np.ndarray, more: dict[str, float], sentence: str) -> Evidence | None:
-    """Evidence of tokens without a log-ratio, which have no share of `d^2`."""
+    """Evidence from tokens without a log-ratio, which add nothing to `d^2`."""
     n = int(here.sum())
     if not n:
         return None
@@ -178,7 +182,10 @@ def shift(o: DumpedTokens) -> Evidence | None:
 
 
 def misfit(o: DumpedTokens, lag: int) -> float | None:
-    """Mean square of `train` minus `rollout`, which is taken `lag` tokens later in the same completion."""
+    """
+    Mean square of `train` minus `rollout`, taken `lag` tokens later in the same completion; `None`
+    if impossible.
+    """
     i = np.arange(max(0, -lag), len(o) - max(0, lag))
     i = i[o.core[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]
     return mean(np.square(o.train[i] - o.rollout[i + lag])) if len(i) > 20 else None
@@ -186,9 +193,9 @@ def misfit(o: DumpedTokens, lag: int) -> float | None:
 
 def not_sampled(o: DumpedTokens) -> Evidence | None:
     """
-    Test for fillers, for values that are as high as those of the likeliest tokens, and for a mean
-    of `exp(d)` above 1: where tokens were sampled with the probabilities of the sampler, it is at
-    most 1, whatever the trainer computes.
+    Test for fillers, for values as high as the likeliest tokens', and for a mean of `exp(d)` above
+    1, which is impossible for tokens sampled with the sampler's probabilities, whatever the trainer
+    computes.
     """
     d, train, rollout = o.d[o.core], o.train[o.core], o.rollout[o.core]
     zeros, forced = rollout > _SURE, _forced(o)
@@ -223,8 +230,8 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
 
 def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
     """
-    The token that the engine forced, with how often and the text of the first: nearly all
-    implausible values of 0 are of one token, and at most a few of a completion.
+    A token that the engine forced, how often, and the text of the first; `None` without one. Nearly
+    all implausible values of 0 are then at this token, and at most a few in a completion.
     """
     zeros = np.flatnonzero(o.core & (o.rollout > _SURE) & (o.d < _IMPLAUSIBLE))
     tokens, counts = np.unique(o.token[zeros], return_counts=True)
@@ -237,8 +244,8 @@ def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
 
 def _equal(o: DumpedTokens) -> np.ndarray:
     """
-    Tokens whose value the sampler has several times in a completion or in the dump, or has from the
-    token before, while the trainer's values differ as much as those of any tokens.
+    Boolean mask of the tokens whose sampler value repeats in a completion or in the dump, or equals
+    the value of the token before, while the trainer's values differ as much as at any tokens.
     """
     spread = max(_DIFFERENT, _DIFFERENT * float(o.train.std()))
     surely = o.rollout < _SURE
@@ -258,8 +265,8 @@ def _equal(o: DumpedTokens) -> np.ndarray:
 
 def later_turns(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether the turns after the first have the gap, from their edge on: the tokens before an
-    edge are sound, at places and with lengths that the tokens behind it hardly differ in.
+    Test whether the turns after the first show the gap, from their edge on. The tokens before an
+    edge must be sound, at places and lengths similar to the tokens behind it.
     """
     later = o.core & (o.turn_place > 0)
     first = o.core & (o.turn_place == 0)
@@ -282,7 +289,10 @@ def later_turns(o: DumpedTokens) -> Evidence | None:
 
 
 def _near_edge(o: DumpedTokens, *, before: bool = False) -> np.ndarray:
-    """Tokens of the first turn near its end, or of the second near its beginning, in completions that have a second."""
+    """
+    Tokens of the first turn near its end, or of the second near its beginning, where there is a
+    second.
+    """
     edges = np.full(len(o.lengths), np.inf)
     second = o.turn_place == 1
     np.minimum.at(edges, o.row[second], o.position[second])
@@ -301,7 +311,7 @@ def _typical(values: np.ndarray) -> float:
 
 
 def some_completions(o: DumpedTokens) -> Evidence | None:
-    """Test whether some completions have the gap, and others of the same step and age have none."""
+    """Test whether some completions show the gap, and others of the same step and age do not."""
     parts = completions(o)
     if parts is None or _of_turns_or_padding(o, parts):
         return None
@@ -323,7 +333,10 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
 
 
 def _of_turns_or_padding(o: DumpedTokens, parts: Split) -> bool:
-    """Test whether only completions with later turns are off, and not in their first turns, or only those with padding."""
+    """
+    True if only completions with later turns deviate, and not in their first turns, or only padded
+    ones.
+    """
     first, several = o.core & (o.turn_place == 0), np.unique(o.row[o.turn_place > 0])
     off = parts.tokens & first
     of_turns = rms(o.d[off]) < max(FLOOR, rms(o.d[parts.tokens]) / _CLEAN) and bool(np.isin(o.row[off], several).all())

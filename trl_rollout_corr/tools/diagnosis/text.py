@@ -15,7 +15,7 @@ from .ranking import WITHOUT_RATIO, Diagnosis, Finding
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The answer in a line."""
+    """The answer in one line."""
     if diagnosis.verdict == "nothing":
         return "Nothing to correct"
     if diagnosis.verdict == "unknown":
@@ -64,12 +64,12 @@ def evidence(finding: Finding) -> str:
 
 
 def sure(finding: Finding) -> str:
-    """The certainty, in a word."""
+    """The certainty in one word."""
     return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
 
 
 def explains(finding: Finding) -> str:
-    """What a cause explains, as the end of a sentence."""
+    """The share that a cause explains, as the end of a sentence."""
     if finding.name in WITHOUT_RATIO:
         return "explains nothing of d^2, because these tokens have no d"
     if finding.name == "frozen_base":
@@ -81,8 +81,8 @@ def explains(finding: Finding) -> str:
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
     """
-    The remedy of a cause in the run that has it: sentences, and the settings to paste that are not
-    in effect. The settings remove the cause and correct for the rest of the gap.
+    The remedy of a cause in its run: sentences, and the settings to paste, without the ones in
+    effect. The settings remove the cause and correct for the rest of the gap.
     """
     cause, run = finding.cause, diagnosis.in_effect
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
@@ -117,11 +117,11 @@ _OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")
 
 
 def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Settings that can be set in a run, in its mode, and sentences about the others."""
+    """Settings that are possible in a run and its mode, and sentences about the others."""
     in_effect = settings_of_run(run)
     if in_effect is not None and in_effect.by_trl:
         settings = {name: x for ours in settings for name, x in _OF_TRL.get(ours, {ours: settings[ours]}).items()}
-    written = "given" in run  # by a trainer, with those of TRL that it has
+    written = "given" in run  # by a trainer, with its fields of TRL
     lacking = [name for name in settings if written and not name.startswith("rollout_") and name not in run]
     if lacking:
         return {}, [f"This trainer has no `{name}`." for name in lacking]
@@ -131,7 +131,7 @@ def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tupl
 
 
 def _elsewhere(setting: tuple[str, object]) -> str:
-    """What to do instead of a setting that acts on a vLLM in the training process alone."""
+    """Advice instead of a setting that acts only on a vLLM in the training process."""
     name, value = setting
     if not isinstance(value, Mapping):
         return f"For `{name}`, vLLM must run in the training process."
@@ -142,25 +142,29 @@ def _elsewhere(setting: tuple[str, object]) -> str:
 
 
 def _advice(diagnosis: Diagnosis) -> Advice:
-    """The correction for the rest of the gap. Where old weights are found, what was announced about their age is wrong."""
+    """
+    The correction for the rest of the gap. If old weights were found, the announced age is wrong.
+    """
     stale = any(finding.name == "stale" for finding in diagnosis.findings)
     return advise(settings_of_run(diagnosis.in_effect), math.inf if stale else diagnosis.age, diagnosis.in_effect)
 
 
-# Values of settings that a mapping does not name
+# Values of settings that a mapping omits
 _DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penalty": 0.0}
 
 
 def _in_effect(value: object, run: object) -> bool:
-    """True if a setting has the advised value in the run. An unknown one (`...`) has not."""
+    """
+    True if the run already uses the advised value. An unknown value (`...`) counts as another one.
+    """
     if isinstance(value, Mapping):
         settings = run if isinstance(run, Mapping) else {}
         return run is not ... and all(_in_effect(x, settings.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
-    return run is not ... and (run == value or not (run or value))  # 0, None and False are all off
+    return run is not ... and (run == value or not (run or value))  # 0, None and False all mean off
 
 
 def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
-    """True if a run has a correction, and if asked one that takes single tokens out of the gradient."""
+    """True if a run corrects, and with `rejecting` also removes single tokens from the gradient."""
     settings = settings_of_run(run)
     if settings is None or not settings.corrects:
         return False
@@ -169,7 +173,9 @@ def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
 
 
 def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
-    """The diagnosis as text for a terminal. Without `remedies`, whoever asks gives the only answer."""
+    """
+    The diagnosis as text for a terminal. Without `remedies`, the caller gives the only answer.
+    """
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
         cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)

@@ -1,6 +1,6 @@
 """
 The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean
-importance ratio between the trainer and vLLM. A log contains means only, so it proves nothing.
+importance ratio between trainer and vLLM. A log contains only means, so it proves nothing.
 """
 
 import json
@@ -17,20 +17,20 @@ from ..monitor.stock import GAP, LENGTH, RATIO, value_of
 from ..text import number, yaml_lines
 
 
-LOW, _HIGH = 0.8, 1.2  # healthy mean ratios: steps are about as large as the learning rate says
-_FALLS = 0.8  # share of the ratio at first, below which it has fallen
-_SUDDEN = 50  # optimizer steps, in which something breaks; drift takes longer
-_LARGE = 0.1  # nats per token, which no rounding gives on average
-_MANY = 20  # entries, of which one in twenty is averaged at each end
+LOW, _HIGH = 0.8, 1.2  # healthy mean ratios, at which steps are about as large as the learning rate says
+_FALLS = 0.8  # the ratio fell if it is below this share of its first value
+_SUDDEN = 50  # optimizer steps within which something breaks; drift takes longer
+_LARGE = 0.1  # nats per token, more than rounding causes on average
+_MANY = 20  # one in this many entries is averaged at each end
 _AT_ONCE = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
 class Suspicion(NamedTuple):
-    """What may be the reason of a mean ratio."""
+    """A possible reason for a mean ratio."""
 
     name: str
     title: str
-    text: str  # why it is suspected, with its doubt
+    text: str  # the reason for the suspicion, with its doubt
     remedy: str
     settings: Mapping[str, object] = {}
 
@@ -38,18 +38,18 @@ class Suspicion(NamedTuple):
 class Course(NamedTuple):
     """The course of TRL's mean ratio in a log."""
 
-    first: float  # ratio, mean of the first entries
+    first: float  # mean ratio of the first entries
     last: float
     steps: tuple[int, int]  # optimizer steps of the log
     n: int  # entries with a ratio
     lowest: float
     dips: int  # entries below half of the usual ratio
     fall: tuple[int, int]  # optimizer steps between which most of the fall happens
-    within: int  # entries from the first to the second
+    within: int  # number of entries from the first to the second
     gap: (
         tuple[float, float] | None
-    )  # mean absolute difference of log-probabilities at first and at last, nats per token
-    length: tuple[float, float] | None  # mean length of completions at first and at last
+    )  # mean absolute difference of log-probabilities, first and last, nats per token
+    length: tuple[float, float] | None  # mean length of completions, first and last
 
     @property
     def fell(self) -> bool:
@@ -61,13 +61,13 @@ class Course(NamedTuple):
 
 
 def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
-    """The course of the ratio in the entries of a log, one for each step in order; `None` without a ratio."""
+    """The course of the ratio in a log with one entry per step in order; `None` without a ratio."""
     known = [(int(entry["step"]), x) for entry in entries if (x := value_of(entry, RATIO)) is not None]
     if not known:
         return None
     steps, ratios = np.array([step for step, _ in known]), np.array([x for _, x in known])
     width = max(len(ratios) // _MANY, 1)
-    level = np.convolve(ratios, np.ones(width) / width, "valid")  # of the entries from each one on
+    level = np.convolve(ratios, np.ones(width) / width, "valid")  # of a window that begins at each entry
     first, last = float(level[0]), float(level[-1])
     begin = int(np.flatnonzero(level >= first - (first - last) / 10)[-1]) if last < first else 0
     below = np.flatnonzero(level[begin:] <= last + (first - last) / 10)
@@ -81,7 +81,7 @@ def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
 
 
 def _ends(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float] | None:
-    """Means of a metric over the first and over the last entries that have it."""
+    """Means of a metric over the first and the last entries that log it; `None` without any."""
     values = [x for entry in entries if (x := value_of(entry, key)) is not None]
     width = max(len(values) // _MANY, 1)
     return (float(np.mean(values[:width])), float(np.mean(values[-width:]))) if values else None
@@ -148,7 +148,10 @@ _LONGER = _LENGTH._replace(
 
 
 def suspicions(course: Course) -> list[Suspicion]:
-    """What may be the reason of the ratios of a log, the first suspicion first; empty for ratios near 1."""
+    """
+    Possible reasons for the ratios of a log, the strongest suspicion first; empty for ratios near
+    1.
+    """
     if course.fell:
         if course.sudden:
             return [_BROKEN, _MISMATCH]
@@ -163,7 +166,9 @@ def suspicions(course: Course) -> list[Suspicion]:
 
 
 def of_trl() -> Settings:
-    """Settings of TRL's default: what the rules take a run of TRL for, whose log does not name them."""
+    """
+    Settings of TRL's default, which the rules assume for a run of TRL, because its log names none.
+    """
     return RolloutCorrectionConfig(rollout_correction="trl").settings
 
 
@@ -181,7 +186,7 @@ def headline(found: Sequence[Suspicion]) -> str:
 
 
 def detail(course: Course) -> str:
-    """What the log shows."""
+    """Sentences on what the log shows."""
     first, last = course.steps
     parts = [
         f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log entries, "
