@@ -75,9 +75,7 @@ class DumpedTokens:
         self.repeated, self.times = (x[counted] for x in _repeats(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
         self.advantage = sequences.advantage.astype(np.float64)
-        self.again = sequences.again_logps[counted].astype(
-            np.float64
-        )  # by the trainer, scoring the sequence alone
+        self.again = sequences.again_logps[counted].astype(np.float64)  # by the trainer, scoring the sequence alone
 
     def __len__(self) -> int:
         return len(self.d)

@@ -25,17 +25,13 @@ _SURE = -1e-6  # log-probability that is 0 up to the precision of float32
 _IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution too small for any truncation
 _FEW = 0.02  # smallest share of inside tokens as unlikely as the tokens at a place that allows a comparison
 _EQUAL = 5  # tokens with one value beyond chance
-_DIFFERENT = (
-    0.3  # equal values are fillers if the trainer's differ by this many nats, and standard deviations of all
-)
+_DIFFERENT = 0.3  # equal values are fillers if the trainer's differ by this many nats, and standard deviations of all
 _TWICE, _NEARLY = 2, 0.8  # least number of zeros that an engine forced, and share of them at one token
 _ALL, _OF_SEAMS = 0.95, 0.5  # least share of d^2 in later turns, and largest share of it at their first tokens
 _ENOUGH_TOKENS, _EDGE = 30, 8  # tokens of a kind needed to compare turns, and places on each side of an edge
 _BEGUN = 0.8  # share of the deviating completions that deviate from their beginning, as from another sampler
 _CLEAN = 10.0  # how much smaller the gap of unaffected tokens is
-_PADDED = (
-    0.9  # padding explains the gap if it is larger in the deviating completion in this share of pairs
-)
+_PADDED = 0.9  # padding explains the gap if it is larger in the deviating completion in this share of pairs
 _GROWS = 0.3  # a gap grows from this rank correlation with the step on
 
 

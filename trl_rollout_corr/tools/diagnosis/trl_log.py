@@ -46,9 +46,7 @@ class Course(NamedTuple):
     dips: int  # entries below half of the usual ratio
     fall: tuple[int, int]  # optimizer steps between which most of the fall happens
     within: int  # number of entries from the first to the second
-    gap: (
-        tuple[float, float] | None
-    )  # mean absolute difference of log-probabilities, first and last, nats per token
+    gap: tuple[float, float] | None  # mean absolute difference of log-probabilities, first and last, nats per token
     length: tuple[float, float] | None  # mean length of completions, first and last
 
     @property

@@ -88,7 +88,7 @@ def from_verl(section: object) -> dict[str, Any]:
         return _from_first(section)
     settings = read_keys(section, VERL_KEYS, "a verl `rollout_correction` section")
     for name, needed in (("rollout_is_threshold", "rollout_is"), ("rollout_rs_threshold", "rollout_rs")):
-        if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # files write it next to null
+        if settings.get(needed) is None and settings.get(name) not in (None, 2.0, "2.0"):  # written next to null
             warn_idle(name, settings[name], f"`{needed}` is not set")
     fields = {**_verl_weights(settings), **_verl_rejection(settings)}
     pure = any(settings.get(name) for name in _PURE)
