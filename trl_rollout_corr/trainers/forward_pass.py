@@ -13,9 +13,8 @@ the current pass what to do:
 | [`Rescoring`] | a batch is scored once more, outside its loss | nothing |
 | [`ForwardPass`] | code of the user runs: a reward function, a script | nothing |
 
-The trainer has one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and
-passes nest. One step of
-training goes like this:
+The trainer keeps one pass at a time, in `_pass`. A pass begins and ends with a `with` statement,
+and passes nest. One step of training goes like this:
 
 1. TRL calls `_generate_and_score_completions`: [`Scoring`] begins.
 2. Within it, TRL calls `_generate`: [`Generation`] begins, gets the log-probabilities and the

@@ -50,8 +50,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`]
     as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
-    losses and gradients equal those of `GRPOTrainer` with
-    `vllm_importance_sampling_correction=False`, bit for bit.
+    losses and gradients are `GRPOTrainer`'s with `vllm_importance_sampling_correction=False`, bit
+    for bit.
 
     [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`] lists the differences from TRL.
 

@@ -56,7 +56,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`]
     as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
-    losses and gradients equal those of `RLOOTrainer`, bit for bit.
+    losses and gradients are `RLOOTrainer`'s, bit for bit.
 
     [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`] lists the differences from TRL.
 

@@ -29,8 +29,8 @@ from .text import write_json, write_text
 from .trl_log import course_of
 
 
-# Columns of a dump that a diagnosis needs; `tokens` and `prompt` are text, of which it quotes a few
-# words
+# Columns of a dump that a diagnosis needs; it quotes a few words of the text in `tokens` and
+# `prompt`
 COLUMNS = (
     *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
     *("prompt", "prompt_ids", "padding", "staleness", "advantage"),

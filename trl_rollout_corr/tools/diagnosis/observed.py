@@ -112,7 +112,10 @@ class DumpedTokens:
 
     @cached_property
     def middle(self) -> np.ndarray:
-        """Mean of the two log-probabilities of a token. Noise in either side has no preferred sign relative to it."""
+        """
+        Mean of the two log-probabilities of a token. Noise in either side prefers no sign relative
+        to it.
+        """
         return np.asarray((self.train + self.rollout) / 2)
 
     @cached_property

@@ -76,7 +76,7 @@ class Bound:
 
     @property
     def most(self) -> int:
-        """Number of windows that is more than half of those it looks at."""
+        """Smallest number of windows above half of `patience`."""
         return self.patience // 2 + 1
 
     @property
