@@ -205,7 +205,7 @@ _show_help()
 
 
 def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
-    """Refuse fields next to TRL's own correction, and a baseline that rejection misses."""
+    """Refuse fields next to TRL's own correction, and rejection too late for the baseline."""
     own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
     if settings.bounding is not None:  # TRL's weights would still act
         own.add("rollout_metrics_only")

@@ -42,7 +42,7 @@ def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> It
 
 def needs_reload(generation: VLLMGeneration) -> bool:
     """
-    True if TRL's push of single weights fails: on a CPU, where vLLM changes the shapes of the
+    True if TRL's push of single weights fails: on a CPU, where vLLM stores other shapes than the
     checkpoint, and with a colocated engine that quantises weights, because it would keep its old
     scales.
     """
