@@ -60,7 +60,7 @@ def is_first_rank() -> bool:
 
 
 def warn(message: str, field: str | None = None) -> None:
-    """Warn about settings, on one rank only. `field` is the name of the setting, if there is one."""
+    """Warn about settings, on one rank only. `field` names the setting, if there is one."""
     if is_first_rank():
         warnings.warn(SettingWarning(message, field), stacklevel=2)
 
@@ -82,7 +82,7 @@ def capitalized(text: str) -> str:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """The question " Did you mean 'x'?" with the nearest name, or empty text if no name is close."""
+    """The question " Did you mean 'x'?" with the nearest name; empty if no name is close."""
     matches = difflib.get_close_matches(str(name), list(names), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 

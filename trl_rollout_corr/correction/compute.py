@@ -1,4 +1,4 @@
-"""Log-probabilities, a mask and settings in; weights, a keep-mask and statistics out. Torch only."""
+"""Log-probabilities, mask and settings in; weights, keep-mask and statistics out. Torch only."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -103,7 +103,7 @@ class RolloutCorrection:
         return replace(adjusted, statistics=statistics)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of this batch alone, by key (`rollout_corr/...`, see `trl-rollout-corr docs metrics`)."""
+        """Metrics of this batch alone, by key: see `trl-rollout-corr docs metrics`."""
         return self.statistics.finish()
 
 

@@ -183,7 +183,7 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
 
 
 def counting(tokens: Tokens, unit: str) -> torch.Tensor:
-    """1 on sequences with a token that counts, `(B, 1)`, for the unit `"seq"`; else 1 on tokens that count, `(B, T)`."""
+    """1 where a token counts, `(B, T)`, or for `"seq"` where a sequence contains one, `(B, 1)`."""
     return above(tokens.lengths, 0.0) if unit == "seq" else tokens.valid
 
 
@@ -314,7 +314,7 @@ def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torc
 
 
 def _reduce(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tensor:
-    """Reduce a divergence to `(B, 1)` over sequences, to `(B, T)` over the turn of each token, or leave it for `"token"`."""
+    """Reduce a divergence over sequences, `(B, 1)`, or turns, `(B, T)`; `"token"` keeps it."""
     unit, _, how = scope.partition("_")
     if unit == "token":
         return divergence

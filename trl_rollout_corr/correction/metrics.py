@@ -64,7 +64,7 @@ class Statistics(Sums):
 
 
 class Columns:
-    """Columns of a block of rows by name, `(B, 1)` each: summands of the sums, and candidates for the maxima."""
+    """Columns of a block of rows by name, `(B, 1)` each: summands, and candidates for maxima."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.dtype = accumulation_dtype(tokens.valid.device)
@@ -76,7 +76,7 @@ class Columns:
         self.maxima: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Add up `x`, of shape `(B, T)` or `(B, 1)`. It is 0 on tokens and rows that do not count."""
+        """Add up `x`, `(B, T)` or `(B, 1)`, which is 0 on tokens and rows that do not count."""
         self.sums[name] = x if x.shape[-1] == 1 else x.sum(-1, keepdim=True)
 
     def add_columns(self, names: Sequence[str], x: torch.Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Settings: criteria, presets, thresholds, the configuration, and settings of other tools. No torch here."""
+"""Settings: criteria, presets, thresholds, the configuration, and settings of TRL. No torch."""

@@ -153,7 +153,7 @@ class RolloutCorrectionConfig:
 
     @property
     def settings(self) -> Settings:
-        """Settings in effect, from the present values of the fields. A `ValueError` if a value is refused."""
+        """Settings in effect, from the fields' present values. A `ValueError` if one is refused."""
         return resolve(self._parsed, self._of_trl)
 
     def _of_trl(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def _count(name: str, smallest: int, value: object) -> int:
 
 
 def _unless_none(parse: Callable[[Any], Any], value: object) -> Any:
-    """Parse a value, but keep `None`, its text, and a list of the text, which a command line passes."""
+    """Parse a value, but keep `None`, its text, and a list of the text from a command line."""
     alone = value[0] if isinstance(value, list) and len(value) == 1 else value
     return None if none_if_null(alone) is None else parse(value)
 

@@ -132,7 +132,7 @@ def parse_criteria(value: object) -> list[str] | None:
 
 
 def numbers_in(value: object) -> Any:
-    """Thresholds of rejection with all numbers parsed, in their lists, before the criteria are known."""
+    """Thresholds of rejection, with all numbers in their lists parsed, for unknown criteria."""
 
     def parsed(part: object) -> Any:
         return [*map(parsed, part)] if isinstance(part, list | tuple) else parse_number(part, _REJECTION)
@@ -205,7 +205,7 @@ def _parse_directed(entry: Any, part: str) -> list[float]:
 
 
 def _parse_pair(pair: list, field: str, part: str = "") -> list[float]:
-    """Bounds around 1 on a ratio. A lower bound of 0 or an upper bound of infinity means no bound."""
+    """Bounds around 1 on a ratio. A lower one of 0 or an upper one of infinity means none."""
     if len(pair) != 2 or any(isinstance(bound, list) for bound in pair):
         raise SettingError(field, pair, allowed="a number or a pair [lower, upper]", part=part)
     lower, upper = (parse_number(bound, field, part) for bound in pair)

@@ -71,7 +71,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def logps_of_logits(model: Any, accelerator: Any, ids: torch.Tensor, n: int, **inputs: Any) -> torch.Tensor:
-    """Log-probabilities of the last `n` tokens of a text, `(n,)`, without temperature. `ids` are `(1, S)`."""
+    """Log-probabilities, `(n,)`, of the last `n` tokens of `ids`, `(1, S)`, without temperature."""
     with accelerator.autocast():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, -n - 1 : -1]
     logps: torch.Tensor = logits.float().log_softmax(-1).gather(1, ids[0, -n:, None])[:, 0]

@@ -155,7 +155,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     @property
     def _needs_old_pass(self) -> bool:
-        """True if the log-probabilities of the old policy must be computed when the batch is generated."""
+        """True if generation must compute the log-probabilities of the old policy."""
         settings = self._settings
         return not settings.bypass_mode and (
             not self._visited_before_update or settings.needs_whole_batch or self._excludes_from_baseline
@@ -244,7 +244,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             self._pass.prompts = self._pass.prompts or prompts  # of the first turn
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
-        """Keep what TRL would discard of its result of `_generate`, and return the result for TRL."""
+        """Keep what TRL would discard from `_generate`, and return the result for TRL."""
         return generated
 
     def _calculate_rewards(
@@ -342,7 +342,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return logps
 
     def _score_text(self, ids: torch.Tensor, n: int) -> torch.Tensor:
-        """Log-probabilities of the last `n` tokens of a text, `(n,)`, at temperature 1. `ids` are `(1, S)`."""
+        """Log-probabilities, `(n,)`, of the last tokens of `ids`, `(1, S)`, at temperature 1."""
         with self._during(ForwardPass()):
             if self.temperature != 1.0:  # TRL's forward pass divides by the temperature
                 return logps_of_logits(self.model_wrapped, self.accelerator, ids, n)

@@ -169,7 +169,7 @@ class Pushes:
         return not self.doubt and self.trainer.temperature == 1.0 and not distorting_options(args)
 
     def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
-        """Log-probabilities of the last `n` tokens of a text, `(n,)`, at temperature 1. `ids` are `(1, S)`."""
+        """Log-probabilities, `(n,)`, of the last tokens of `ids`, `(1, S)`, at temperature 1."""
         raise NotImplementedError
 
 

@@ -102,7 +102,7 @@ def check_reinforce(config: Any, settings: Settings) -> None:
 
 
 def warn_about_sequence_level(config: Any, settings: Settings) -> None:
-    """Warn about weights and rejection of tokens and turns in a loss with one ratio per completion."""
+    """Warn about weights and rejection of tokens and turns in a loss with ratios per completion."""
     if not settings.changes_loss or config.importance_sampling_level != "sequence":
         return
     acting = [f"`{name}`" for name in settings.rollout_rs or [] if name.startswith(("token_", "turn_"))]
@@ -168,7 +168,7 @@ def normalizes_over(settings: Settings, *levels: str) -> bool:
 
 
 def check_temperature(config: Any, _: Settings) -> None:
-    """Refuse temperatures at which vLLM does not sample from the distribution that the trainer scores."""
+    """Refuse temperatures at which vLLM samples from another distribution than the trainer's."""
     if getattr(config, "use_vllm", True) and not _LOWEST_TEMPERATURE <= config.temperature < math.inf:
         raise ValueError(
             f"`temperature` is {config.temperature}, and must be a number of at least {_LOWEST_TEMPERATURE}: below it, vLLM "
@@ -204,7 +204,7 @@ def check_shared_process(config: Any, _: Settings) -> None:
 
 
 def check_sampler(config: Any, settings: Settings) -> None:
-    """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
+    """Refuse replays, arguments and options unknown to the sampler. Warn about doubtful ones."""
     if not config.use_vllm:
         return
     kwargs = (settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None) or {}

@@ -44,7 +44,7 @@ METHODS = {
 
 
 def changes(owner: type, methods: dict[str, list[str]] | None = None) -> list[str]:
-    """Sentences about methods of a class of TRL that are changed or missing; of `METHODS` by default."""
+    """Sentences about changed or missing methods of a class of TRL, by default in `METHODS`."""
     sentences = [_change_of_method(owner, name, expected) for name, expected in (methods or METHODS[owner]).items()]
     return [change for change in sentences if change]
 
@@ -113,7 +113,7 @@ def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> Non
 
 
 def definer(trainer: type, method: str, after: type | None = None) -> type:
-    """Class that defines a method, among the classes after `after` in the order of method resolution."""
+    """Class that defines a method, among the classes behind `after` in `__mro__`."""
     order = trainer.__mro__
     return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
 

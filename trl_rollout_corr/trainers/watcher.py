@@ -25,7 +25,7 @@ class Watcher(TrainerCallback):
 
     @classmethod
     def of(cls, trainer: Any) -> Self | None:
-        """The watcher that the settings of a trainer ask for; `None` if there is nothing to watch."""
+        """The watcher that a trainer's settings ask for; `None` if there is nothing to watch."""
         raise NotImplementedError
 
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
