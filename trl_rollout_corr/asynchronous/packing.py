@@ -21,7 +21,10 @@ class Terms:
         self._index = index.long()
 
     def spread(self, terms: torch.Tensor) -> torch.Tensor:
-        """Loss terms, `(M,)`, as completions, `(B, T)`. Values of tokens without a loss term are arbitrary."""
+        """
+        Loss terms, `(M,)`, as completions, `(B, T)`. Values of tokens without a loss term are
+        arbitrary.
+        """
         return terms[self._index.clamp(min=0)]
 
     def collect(self, tokens: torch.Tensor, n: int) -> torch.Tensor:

@@ -32,7 +32,9 @@ TEXT_PREFIX = "rollout_corr_"
 
 
 class WatchedQueue:
-    """Queue of the rollout worker that remembers the last sample, and the samples that TRL dropped."""
+    """
+    Queue of the rollout worker that remembers the last sample, and the samples that TRL dropped.
+    """
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue

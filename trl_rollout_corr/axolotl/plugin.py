@@ -66,7 +66,10 @@ class RolloutCorrectionPlugin(BasePlugin):
         return "trl_rollout_corr.axolotl.RolloutCorrectionArgs"
 
     def get_training_args_mixin(self) -> str:
-        """Name of the class that Axolotl adds to the bases of its training arguments: the fields, with their checks."""
+        """
+        Name of the class that Axolotl adds to the bases of its training arguments: the fields, with
+        their checks.
+        """
         return "trl_rollout_corr.RolloutCorrectedGRPOConfig"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Axolotl's GRPO trainer with rollout correction. The plugin names it, and Axolotl imports it after its own trainers."""
+"""
+Axolotl's GRPO trainer with rollout correction. The plugin names it, and Axolotl imports it after
+its own trainers.
+"""
 
 import math
 from collections.abc import Callable, Iterator

@@ -17,7 +17,10 @@ _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
 
 def folder() -> Path:
-    """Folder of the documents: inside the package if it is installed from a wheel, else in the checkout."""
+    """
+    Folder of the documents: inside the package if it is installed from a wheel, else in the
+    checkout.
+    """
     return source() / "docs"
 
 

@@ -141,7 +141,10 @@ def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *, truncates: bool) -> None:
-    """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
+    """
+    Refuse replays, arguments and options that the sampler does not take, and warn about doubtful
+    ones.
+    """
     check_generation_kwargs(config)
     check_sampling(config.generation_kwargs or {}, colocated=config.vllm_mode == "colocate")
     check_reserved(kwargs)

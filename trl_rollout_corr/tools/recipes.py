@@ -9,7 +9,10 @@ _PARTS = ("recipes", "examples")
 
 
 def source() -> Path:
-    """Folder of recipes, examples and documents: inside the package if it comes from a wheel, else the checkout."""
+    """
+    Folder of recipes, examples and documents: inside the package if it comes from a wheel, else the
+    checkout.
+    """
     return next(folder for folder in (_PACKAGE / "shipped", _PACKAGE.parent) if (folder / "recipes").is_dir())
 
 

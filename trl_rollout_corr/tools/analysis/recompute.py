@@ -19,7 +19,10 @@ _SHORT = 64  # tokens up to which padding costs nothing
 
 
 class Block(NamedTuple):
-    """Sequences of about the same length, padded to the longest: `B` of at most `T` tokens, in tensors of shape `(B, T)`."""
+    """
+    Sequences of about the same length, padded to the longest: `B` of at most `T` tokens, in tensors
+    of shape `(B, T)`.
+    """
 
     mask: torch.Tensor  # True for tokens, False for padding
     train_logps: torch.Tensor  # nats

@@ -105,7 +105,9 @@ class MergedWeights:
 
 @torch.no_grad()
 def _merge(layers: list[Any]) -> dict[int, torch.Tensor]:
-    """Merged weights of layers that share a parameter, by the identity of the parameter in the base."""
+    """
+    Merged weights of layers that share a parameter, by the identity of the parameter in the base.
+    """
     copies: dict[int, tuple[torch.Tensor, Parameter]] = {}
 
     def copy(parameter: torch.Tensor) -> Parameter:

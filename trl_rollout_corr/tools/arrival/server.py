@@ -30,7 +30,10 @@ def has_extension(config: Any) -> bool:
 
 
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
-    """Weights that the workers of a server hold: [`~trl_rollout_corr.tools.arrival.fingerprints.read`]."""
+    """
+    Weights that the workers of a server hold:
+    [`~trl_rollout_corr.tools.arrival.fingerprints.read`].
+    """
     request: Any = {"method": "read_weights", "args": [names]}
     response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)
     response.raise_for_status()

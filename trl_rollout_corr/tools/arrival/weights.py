@@ -108,7 +108,9 @@ class WeightCheck:
             self._tell(missing, step, doubt)
 
     def _push(self) -> Push | None:
-        """Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read."""
+        """
+        Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read.
+        """
         if self.done or not self._sent:
             return None
         sent, as_sent = (

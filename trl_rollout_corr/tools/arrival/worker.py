@@ -18,5 +18,8 @@ class PackingWorker:
         reload(self, weights_path=weights_path)
 
     def read_weights(self, names: list[str]) -> dict[str, Any]:
-        """Fingerprints of the weights that this worker holds: [`~trl_rollout_corr.tools.arrival.fingerprints.read`]."""
+        """
+        Fingerprints of the weights that this worker holds:
+        [`~trl_rollout_corr.tools.arrival.fingerprints.read`].
+        """
         return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker

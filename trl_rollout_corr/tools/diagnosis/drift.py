@@ -26,7 +26,10 @@ _EVERYWHERE = 0.3  # share of the usual gap that every completion shows if all c
 
 
 def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
-    """Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding."""
+    """
+    Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of
+    tokens of padding.
+    """
     here = o.core
     squares = o.of_rows(np.square(o.d) * here)  # sequences hardly differ in tokens outside the core
     # relative to equally likely tokens, so that unlikely tokens do not dominate
@@ -249,7 +252,10 @@ def never_pushed(o: DumpedTokens) -> Evidence | None:
 
 
 def adapter_missing(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap grows with the step whatever the age, in a run whose sampler should load adapters by itself."""
+    """
+    Test whether the gap grows with the step whatever the age, in a run whose sampler should load
+    adapters by itself.
+    """
     if not _serves_adapters(o) or not _may_stand_still(o) or not _step_explains(o):
         return None
     sentence = (
@@ -372,7 +378,10 @@ def _seen_before(o: DumpedTokens) -> np.ndarray:
 
 
 def lora_merge(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
+    """
+    Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as
+    rounding later.
+    """
     if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
         return None
     evidence = _by_step(o)
@@ -387,7 +396,10 @@ def _as_small_as_rounding(o: DumpedTokens) -> bool:
 
 
 def old_throughout(o: DumpedTokens) -> Evidence | None:
-    """Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare."""
+    """
+    Test whether all samples are old and the gap is too large for rounding, if there are no fresh
+    samples to compare.
+    """
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
     if _as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o) or complete_at_once(o):

@@ -76,7 +76,10 @@ class FirstStepDiagnosis(Watcher):
         return first
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """Take the sequences of a batch, as [`~trl_rollout_corr.tools.dump.writing.SequenceDump.offer`] does."""
+        """
+        Take the sequences of a batch, as
+        [`~trl_rollout_corr.tools.dump.writing.SequenceDump.offer`] does.
+        """
         mask = columns["mask"]
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]

@@ -37,7 +37,10 @@ def noise_floor(o: DumpedTokens) -> float | None:
 
 
 def padding(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
+    """
+    Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the
+    padding.
+    """
     sentence = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
     more = growing(o, o.padding, sentence)
     again = np.isfinite(o.again) & o.core
@@ -195,7 +198,10 @@ def head(o: DumpedTokens) -> Evidence | None:
 
 
 def rounding(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
+    """
+    Test whether the gap is small noise: unrelated to the token, and larger where tokens are
+    unlikely.
+    """
     here, same = o.core, by_token(o)
     gap = rms(o.d[here])
     slope = spearman(o.middle[here], np.abs(o.d[here]))

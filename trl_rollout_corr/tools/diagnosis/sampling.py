@@ -1,4 +1,7 @@
-"""Causes that change the distribution that the sampler draws from: truncation, temperature and penalties."""
+"""
+Causes that change the distribution that the sampler draws from: truncation, temperature and
+penalties.
+"""
 
 import numpy as np
 
@@ -74,7 +77,10 @@ def penalty(o: DumpedTokens) -> Evidence | None:
     difference, weight = _log_odds(o.train[here]) - _log_odds(o.rollout[here]), np.square(1 - np.exp(middle))
 
     def own(values: np.ndarray) -> np.ndarray:
-        """Subtract the means of tokens of this probability and of this token, which other causes explain."""
+        """
+        Subtract the means of tokens of this probability and of this token, which other causes
+        explain.
+        """
         values = values - in_bins(middle, values, weight)
         return np.asarray((values - mean_of_equal(token, values, weight)) * np.sqrt(weight))
 

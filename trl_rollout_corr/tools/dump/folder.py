@@ -36,7 +36,10 @@ def write_rows(
     settings: Mapping[str, Any],
     about: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the rows of one step and process, with the settings in effect and facts about the run. Returns the file."""
+    """
+    Write the rows of one step and process, with the settings in effect and facts about the run.
+    Returns the file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {
         FORMAT: str(VERSION),

@@ -224,7 +224,10 @@ def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> N
 
 
 def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
-    """Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a warning."""
+    """
+    Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a
+    warning.
+    """
     for callback in handler.callbacks:
         if isinstance(callback, WandbCallback) and callback._initialized:
             callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")

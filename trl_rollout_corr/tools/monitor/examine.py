@@ -60,7 +60,10 @@ class Examiner:
         return self._course.reward
 
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
-        """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
+        """
+        Alarms that hold now, the most serious first. An entry without metrics of rollout correction
+        is ignored.
+        """
         if not is_training_window(entry):
             return []
         window = self._window(entry)
@@ -93,7 +96,10 @@ class Examiner:
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
-    """Sort: the most serious first; of the same severity, the earliest first; then in the order of the rules."""
+    """
+    Sort: the most serious first; of the same severity, the earliest first; then in the order of the
+    rules.
+    """
     return sorted(alarms, key=lambda alarm: (alarm.severity != "critical", alarm.step))
 
 

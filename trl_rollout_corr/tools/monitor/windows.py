@@ -52,7 +52,10 @@ class Course:
         self.go_on(0)
 
     def go_on(self, step: int) -> None:
-        """Forget the latest windows, because the next ones begin at this optimizer step. The beginning is kept."""
+        """
+        Forget the latest windows, because the next ones begin at this optimizer step. The beginning
+        is kept.
+        """
         self._step, self.reward = step, Reward()
         self._rewarded = deque[float](maxlen=self.LATEST)
         self._excess = deque[float](maxlen=self.LASTING)
@@ -86,7 +89,10 @@ class Course:
 
     @property
     def gap_at_start(self) -> float:
-        """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
+        """
+        The smallest `kl` of the first windows: the difference of the engines, before any weights
+        are stale.
+        """
         return max(min((kl for _, kl, _ in self._first), default=0.0), 0.0)
 
     @property
@@ -251,7 +257,9 @@ class Window:
 
     @property
     def weights_act(self) -> bool:
-        """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
+        """
+        True if importance weights multiply the gradient, or would without `rollout_metrics_only`.
+        """
         return not self.clips and self.get("rollout_is_mean") is not None
 
 

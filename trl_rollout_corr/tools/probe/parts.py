@@ -139,7 +139,10 @@ def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str
 
 
 def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> list[Part]:
-    """Split the gap from `before` to the end of the chain. A step without log-probabilities belongs to the next one."""
+    """
+    Split the gap from `before` to the end of the chain. A step without log-probabilities belongs to
+    the next one.
+    """
     known = [before, *(logps for _, logps in chain if not isinstance(logps, str))]
     finite = np.isfinite(known).all(0)
     here = before[finite].astype(np.float64)

@@ -31,7 +31,10 @@ def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.
 
 
 class Kind(NamedTuple):
-    """Output of a router class: its formula, and the places of logits, weights and experts in its tuple."""
+    """
+    Output of a router class: its formula, and the places of logits, weights and experts in its
+    tuple.
+    """
 
     weights: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
     places: tuple[int, int, int] = (0, 1, 2)
@@ -75,7 +78,10 @@ def experts_of(router: torch.nn.Module, output: tuple) -> torch.Tensor:
 
 
 def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """Routers of a model by the index of their decoder layer. A `ValueError` without one, or with an unknown class."""
+    """
+    Routers of a model by the index of their decoder layer. A `ValueError` without one, or with an
+    unknown class.
+    """
     routers: dict[int, torch.nn.Module] = {}
     unknown = set()
     for name, module in model.named_modules():

@@ -1,4 +1,6 @@
-"""Pictures of charts: SVG for a page, and one PNG of a page. The only module that imports matplotlib."""
+"""
+Pictures of charts: SVG for a page, and one PNG of a page. The only module that imports matplotlib.
+"""
 
 import io
 import math

@@ -1,4 +1,7 @@
-"""A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
+"""
+A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and
+narrow.
+"""
 
 import math
 from typing import Any

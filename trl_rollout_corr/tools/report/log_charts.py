@@ -149,7 +149,9 @@ def _key(metric: str) -> str:
 
 
 def main_numbers(log: pd.DataFrame) -> list[Card]:
-    """The four main numbers of a run, with their first values and healthy bands; none without a log."""
+    """
+    The four main numbers of a run, with their first values and healthy bands; none without a log.
+    """
     if RATIO in log and _key("k3_kl") not in log:  # a log of TRL's own trainer
         trends = (OF_TRL["trl-ratio"], OF_TRL["trl-gap"], OF_TRL["length"], OVERVIEW["reward"])
         return [_main_number(trend, log) for trend in trends]

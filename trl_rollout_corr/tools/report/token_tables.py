@@ -241,7 +241,9 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
 
 
 def _wider(settings: Settings | None, positive: bool) -> str:
-    """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
+    """
+    The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence.
+    """
     for criterion in settings.criteria if settings else ():
         if criterion.directed:
             bound = criterion.upper if positive else -criterion.lower

@@ -1,4 +1,7 @@
-"""Files and arguments with settings, of this package and of other tools, and their translation. No torch."""
+"""
+Files and arguments with settings, of this package and of other tools, and their translation. No
+torch.
+"""
 
 import os
 import re
@@ -219,7 +222,10 @@ def _with_plugin(text: str, node: yaml.Node | None) -> str:
 
 
 def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> str:
-    """Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are `of_verl`."""
+    """
+    Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are
+    `of_verl`.
+    """
     fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, of_verl)
     in_effect = RolloutCorrectionConfig(**fields).settings
     if not (in_effect.corrects or in_effect.rollout_metrics_only):
@@ -270,7 +276,10 @@ def _leaves(content: object, above: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _read_overrides(arguments: list[str]) -> dict[str, object]:
-    """Dotted name and value of each argument of the form `key=value`. Other options of the command share one warning."""
+    """
+    Dotted name and value of each argument of the form `key=value`. Other options of the command
+    share one warning.
+    """
     settings: dict[str, object] = {}
     options: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
@@ -307,7 +316,10 @@ def _read_argument(key: str, text: str) -> object:
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
-    """Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Messages name the file."""
+    """
+    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored.
+    Messages name the file.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -139,7 +139,10 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _rejection(criteria: list[str], thresholds: list, settings: Mapping[str, object], veto: str) -> dict[str, Any]:
-    """Fields of rejection. A veto rejects a completion if the ratio of any of its tokens is below its threshold."""
+    """
+    Fields of rejection. A veto rejects a completion if the ratio of any of its tokens is below its
+    threshold.
+    """
     if settings.get(veto) is not None:
         criteria = [*criteria, "seq_max_k1"]
         thresholds = [*thresholds, [parse_number(settings[veto], veto), _INF]]
@@ -186,7 +189,9 @@ def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[
 
 
 def _inverted(bounds: Any, name: str) -> list[float]:
-    """Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens."""
+    """
+    Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens.
+    """
     lower, upper = bounds
     if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0, so such bounds are on the ratio
         return [lower, upper]
