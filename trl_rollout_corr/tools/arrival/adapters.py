@@ -134,8 +134,18 @@ def _merge(layers: list[Any]) -> dict[int, torch.Tensor]:
         merged = {key: copied.detach().to(of.dtype, copy=True) for key, (of, copied) in copies.items()}
         for layer in reversed(layers):
             if layer.merged:
-                layer.unmerge()  # unmerges the copies, so that PEFT forgets about them
+                _forget_merge(layer)
     return merged
+
+
+def _forget_merge(layer: Any) -> None:
+    """Let PEFT forget that a layer was merged, into copies that nobody needs any more."""
+    from peft.tuners.lora import Linear
+
+    if type(layer) is Linear and not getattr(layer, "lora_variant", True):
+        layer.merged_adapters.clear()  # taking the adapter away from the copies takes as long as the merge
+    else:
+        layer.unmerge()  # which forgets what a variant, such as DoRA, keeps
 
 
 @contextmanager
