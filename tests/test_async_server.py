@@ -255,9 +255,50 @@ def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplo
     assert bool(found) == (lost == "pushes that cannot be read")  # the error comes before the second look
     if lost != "pushes":
         fresh, age = logged(trainer, "fresh_k3_kl"), logged(trainer, "age_k3_kl")
-        assert len(fresh) == len(age) == 4  # pushes 2, 4, 8 and 16
+        assert len(fresh) == len(age) == 5  # pushes 1, 2, 4, 8 and 16
+        assert fresh[0] < 1e-5  # before the first update
         assert max(age) > 1e-4
         assert (max(fresh) < 1e-5) == (lost == "nothing")
+
+
+def test_a_replica_that_misses_pushes_is_told(chat_model, tmp_path, monkeypatch, caplog):
+    """
+    `/collective_rpc` answers for the first replica, which has all weights, and the second one has those of the trainer after
+    every second push. Scores come after pushes that it misses, and after the first.
+    """
+    from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
+    from trl_rollout_corr.tools.arrival import server as arrival
+
+    extension, misses = "tests.missing_pushes.MissingPushes", tmp_path / "misses"
+    monkeypatch.setattr(parts_for_a_cpu(), "_EXTENSION", extension)
+    monkeypatch.setattr(arrival, "EXTENSION", extension)
+    options = [*LIMITS, "--data-parallel-size", "2", "--worker-extension-cls", extension]
+    transfer_class, missed = parts_for_a_cpu().DiskWeightTransfer, {"nothing": [], "second": [2, 4, 6, 8]}
+    load, fresh = transfer_class._load, {}
+    with serving(chat_model, tmp_path / "server.log", *options, MISSES_PUSHES=str(misses), **SERVER) as url:
+        monkeypatch.setattr(PushesToServer, "server", url)  # samples come from this process
+        for case, pushes in missed.items():
+
+            def push(self, folder, pushes=pushes):
+                misses.touch() if self._version in pushes else misses.unlink(missing_ok=True)
+                load(self, folder)
+
+            monkeypatch.setattr(transfer_class, "_load", push)
+            transfer = transfer_class(url, tmp_path / "weights")
+            worker = WorkerHere(chat_model, lags=(0,))
+            fields = {"learning_rate": 1e-3, "max_steps": 8, "rollout_monitor": "warn"}
+            trainer = build_ours(chat_model, tmp_path / "out", worker, extra={"weight_transfer": transfer}, **fields)
+            trainer._engine_config = transfer.client.get_server_info()
+            caplog.clear()
+            trainer.train()
+            fresh[case] = logged(trainer, "fresh_k3_kl")
+            told = [message for message in messages(caplog) if "[fresh_gap" in message]
+            assert bool(told) == (case == "second"), fresh
+            assert sum("The first of 2 replicas" in message for message in messages(caplog)) == 1
+    assert len(fresh["nothing"]) == len(fresh["second"]) == 4  # pushes 1, 2, 4 and 8
+    assert max(fresh["nothing"]) < 1e-5
+    assert fresh["second"][0] < 1e-5
+    assert min(fresh["second"][1:]) > 1e-4
 
 
 def streamed(url: str, model: str, prompt: list[int], n: int, max_tokens: int) -> Iterator[tuple[int, int, float]]:

@@ -170,11 +170,11 @@ def test_a_server_quantises_weights_that_come_through_files(make, tiny_model_pat
         transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
         transfer.init_weight_transfer()
         texts = [prompt["prompt_token_ids"] for prompt in TEXT]
-        before, first = flat(score_text(url, tiny_model_path, texts)), read_server(url, [])
+        before, first = flat([score_text(url, tiny_model_path, text) for text in texts]), read_server(url, [])
         transfer.pause()
         transfer.send_weights(trainer.vllm_generation._iter_named_params())
         transfer.resume()
-        after, second = flat(score_text(url, tiny_model_path, texts)), read_server(url, [])
+        after, second = flat([score_text(url, tiny_model_path, text) for text in texts]), read_server(url, [])
     assert after == pytest.approx(expected, abs=1e-5)
     assert before != pytest.approx(expected, abs=1e-2)
     assert len(second["quantised"]) == 8

@@ -15,7 +15,7 @@ from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build_checked, counting_forwards, losing, losses, messages, saying
 from trl_rollout_corr.tools.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
-from trl_rollout_corr.tools.arrival.server import AdapterCheck, read_server, score_text
+from trl_rollout_corr.tools.arrival.server import AdapterCheck, read_server, replicas_of, score_text
 from trl_rollout_corr.tools.arrival.weights import WeightCheck
 
 
@@ -250,11 +250,9 @@ class Server(BaseHTTPRequestHandler):
         if self.path == "/collective_rpc":
             self.answer({"results": self.state["workers"]})
             return
-        choices = [
-            {"index": i, "prompt_logprobs": [None, *({str(t): {"logprob": self.state["logp"] - t}} for t in text[1:])]}
-            for i, text in enumerate(body["prompt"])
-        ]
-        self.answer({"choices": choices[::-1]})
+        logps = [None, *({str(t): {"logprob": self.state["logp"] - t}} for t in body["prompt"][1:])]
+        self.state["replica"] = self.headers["X-data-parallel-rank"]
+        self.answer({"choices": [{"index": 0, "prompt_logprobs": logps}]})
 
     def answer(self, content):
         self.send_response(200)
@@ -278,7 +276,24 @@ def server():
 def test_a_server_scores_a_text(server):
     url, state = server
     state["logp"] = -1.0
-    assert score_text(url, "model", [[3, 4, 5], [6, 7]]) == [[-5.0, -6.0], [-8.0]]
+    assert score_text(url, "model", [3, 4, 5]) == [-5.0, -6.0]
+    assert state["replica"] is None
+    assert score_text(url, "model", [6, 7], 1) == [-8.0]
+    assert state["replica"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"data_parallel_size": 4}, 4),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, 2),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_external_lb": True}, 1),
+        ({}, 1),
+    ],
+)
+def test_replicas_are_the_engines_behind_one_address(config, expected):
+    assert replicas_of({"parallel_config": config}) == expected
+    assert replicas_of(None) == 1
 
 
 def test_the_workers_of_a_server_are_read_together(server):

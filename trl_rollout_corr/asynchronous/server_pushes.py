@@ -15,8 +15,6 @@ from .trl_parts import AsyncRolloutWorker
 class PushesToServer(Pushes):
     """Pushes of the asynchronous trainer."""
 
-    scores_at_once = False  # samples from older weights arrive at any time
-
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._model = trainer._bare(trainer.model)
@@ -40,6 +38,12 @@ class PushesToServer(Pushes):
     def is_adapter(self) -> bool:
         """True if the server loads an adapter from files and the trainer pushes no weights."""
         return getattr(self.trainer, "_lora_sync", False)  # a newer TRL may lack this attribute
+
+    @property
+    def scores_at_once(self) -> bool:  # type: ignore[override]
+        """True between a push and the next optimizer step, whatever weights the samples of a batch are of."""
+        trainer = self.trainer
+        return bool(trainer._step_of_version.get(trainer.model_version) == trainer.state.global_step)
 
     def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         trainer, length = self.trainer, ids.shape[1]

@@ -176,10 +176,14 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
+        terms = Terms(inputs[TERMS][0])
+        batch = self._completions_of(inputs, terms)
+        self._pushes.keep(batch)  # may score texts, which is no part of the forward pass below
         placeholders = {}
         if self._settings.changes_loss:
             placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
-        policy = CorrectedPolicy(model, partial(self._correct, inputs=inputs, placeholders=placeholders))
+        correct = partial(self._correct, inputs=inputs, terms=terms, batch=batch, placeholders=placeholders)
+        policy = CorrectedPolicy(model, correct)
         loss: torch.Tensor = super().compute_loss(
             policy, {**inputs, **placeholders}, return_outputs, num_items_in_batch
         )
@@ -196,14 +200,14 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         self,
         output: Any,
         inputs: Mapping[str, Any],
+        terms: Terms,
+        batch: dict[str, Any],
         placeholders: Mapping[str, Placeholder],
     ) -> None:
         """Correct a micro-batch after its forward pass, and fill the placeholders in TRL's loss."""
-        terms, selected = Terms(inputs[TERMS][0]), inputs["token_index"] >= 0
+        selected = inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
-        batch = self._completions_of(inputs, terms, selected)
-        self._pushes.keep(batch)
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
         self._observer.trained(self._now, corrected.mask, n_dropped)
@@ -214,8 +218,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
             placeholders["old_log_probs"].fill(selected, terms.collect(anchor, n))
 
     @staticmethod
-    def _completions_of(inputs: Mapping[str, Any], terms: Terms, selected: torch.Tensor) -> dict[str, Any]:
+    def _completions_of(inputs: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
         """Row of this rank as completions, with the keys of the other trainers."""
+        selected = inputs["token_index"] >= 0
         batch: dict[str, Any] = {
             LOSS_MASK: terms.mask,
             ROLLOUT_LOGPS: terms.spread(inputs["old_log_probs"][selected]),

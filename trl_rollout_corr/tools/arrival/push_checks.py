@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ...messages import PREFIX
+from ...messages import PREFIX, notify
 from .engine import score_in_process
 from .fingerprints import read
 from .frozen import FrozenCheck
-from .rescore import Rescore, Rescored
-from .server import AdapterCheck, has_extension, read_server, score_text
+from .rescore import SEE, Rescore, Rescored
+from .server import AdapterCheck, has_extension, read_server, replicas_of, score_text
 from .weights import WeightCheck
 
 
@@ -33,6 +33,7 @@ class PushChecks:
         self.weights = WeightCheck(self.read_sampler, model, lambda: pushes.sampler_dtype)
         self.frozen = FrozenCheck(model, self._on_any_rank)
         self.adapters = AdapterCheck()
+        self._told_replicas = False
         self.rescore = Rescore(pushes, self._ask, self._count, self._longest, self._reason_not_to_ask)
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,8 +80,15 @@ class PushChecks:
         if generation is not None:
             worker = generation.llm.llm_engine.model_executor.driver_worker
             return read(worker.get_model(), names, getattr(generation, "tp_group", None))
-        if self.pushes.server is None or not has_extension(self.trainer._engine_config):
+        config = self.trainer._engine_config
+        if self.pushes.server is None or not has_extension(config):
             return None
+        if (n := replicas_of(config)) > 1 and not self._told_replicas:
+            self._told_replicas = True
+            notify(
+                f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, because "
+                f"vLLM reads no other. `fresh_k3_kl` asks all of them in turns. {SEE}"
+            )
         return read_server(self.pushes.server, names)
 
     def _ask(self, texts: list[list[int]]) -> list[list[float]]:
@@ -92,8 +100,11 @@ class PushChecks:
         if generation is not None:
             return score_in_process(generation, texts)
         if self.pushes.server is not None:
-            # one request per text, to reach all replicas behind an address
-            asked = [score_text(self.pushes.server, self.pushes.served_model, [text])[0] for text in texts]
+            # one request for each, so that all replicas behind an address are asked, in turns if
+            # they are known
+            n, first = replicas_of(self.trainer._engine_config), self.rescore.looks * len(texts)
+            server, model = self.pushes.server, self.pushes.served_model
+            asked = [score_text(server, model, text, i % n if n > 1 else None) for i, text in enumerate(texts, first)]
         else:
             asked = []
         return asked

@@ -45,19 +45,26 @@ def read_server(url: str, names: list[str]) -> dict[str, Any]:
     return {**workers[0], "held": held}
 
 
-def score_text(url: str, model: str, texts: list[list[int]]) -> list[list[float]]:
+def replicas_of(config: Any) -> int:
+    """Number of engines among which a server, with this configuration, shares requests out (`--data-parallel-size`)."""
+    parallel = config.get("parallel_config", {}) if isinstance(config, Mapping) else {}
+    elsewhere = any(parallel.get(f"data_parallel_{way}_lb") for way in ("external", "hybrid"))
+    return int(parallel.get("data_parallel_size_local" if elsewhere else "data_parallel_size") or 1)
+
+
+def score_text(url: str, model: str, text: list[int], replica: int | None = None) -> list[float]:
     """
-    Log-probability of each token but the first of some texts, from a server without options of
-    sampling.
+    Log-probability of each token of a text but the first, which a server computes without sampling
+    options, on a replica of its own choice unless one is given.
     """
-    request: Any = {"model": model, "prompt": texts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    request["cache_salt"] = "scored once more"  # keeps later requests from reading these prompts
-    response = requests.post(f"{url}/v1/completions", json=request, timeout=300)
+    request: Any = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    request["cache_salt"] = "scored once more"  # apart from the prompts of later requests
+    headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+    response = requests.post(f"{url}/v1/completions", json=request, headers=headers, timeout=300)
     response.raise_for_status()
-    choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+    (choice,) = response.json()["choices"]
     return [
-        [places[str(token)]["logprob"] for token, places in zip(text[1:], choice["prompt_logprobs"][1:], strict=True)]
-        for text, choice in zip(texts, choices, strict=True)
+        places[str(token)]["logprob"] for token, places in zip(text[1:], choice["prompt_logprobs"][1:], strict=True)
     ]
 
 
