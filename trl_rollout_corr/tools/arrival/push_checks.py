@@ -34,7 +34,8 @@ class PushChecks:
         self.frozen = FrozenCheck(model, self._on_any_rank)
         self.adapters = AdapterCheck()
         self._told_replicas = False
-        self.rescore = Rescore(pushes, self._ask, self._count, self._longest, self._reason_not_to_ask)
+        self._counted: list[Rescored] = []  # since the latest batch
+        self.rescore = Rescore(pushes, self._ask, self._counted.append, self._longest, self._reason_not_to_ask)
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights on their way to the sampler, with fingerprints taken."""
@@ -70,6 +71,11 @@ class PushChecks:
         """
         if "prompt_ids" in batch:
             self.rescore.keep(batch, self.trainer._loss_mask(batch), sampled)
+        # A push between two steps counts for the second one: the alarm has read the first one
+        # before
+        for sums in self._counted:
+            self.trainer._observer.add("train", sums)
+        self._counted.clear()
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
         """
@@ -108,9 +114,6 @@ class PushChecks:
         else:
             asked = []
         return asked
-
-    def _count(self, sums: Rescored) -> None:
-        self.trainer._observer.add("train", sums)
 
     def _longest(self) -> int | None:
         """Most tokens that the sampler can read; `None` if unknown."""
