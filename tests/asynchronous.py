@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trl_rollout_corr
 from tests.launching import ROOT
-from tests.tiny import PROMPTS, StaleSampler, prompts
+from tests.tiny import PROMPTS, StaleSampler, load_model, prompts
 from tests.training import PLAIN
 from trl_rollout_corr.messages import notify
 
@@ -32,6 +33,30 @@ class WeightsStay:
     def send_weights(self, iterator):
         for _ in iterator:
             pass
+
+
+class ReplicasHere(WeightsStay):
+    """
+    A weight transfer to two models in this process, which score texts as the replicas of a server. The second one misses the
+    pushes of these numbers, counted from 1.
+    """
+
+    def __init__(self, model_path, misses=()):
+        self.models = [load_model(model_path).eval() for _ in range(2)]
+        self.misses, self.pushes = misses, 0
+
+    def send_weights(self, iterator):
+        self.pushes += 1
+        weights = {name: weight.detach().clone() for name, weight in iterator}
+        for number, model in enumerate(self.models):
+            if number == 0 or self.pushes not in self.misses:
+                model.load_state_dict(weights)
+
+    @torch.no_grad()
+    def score(self, url, name, text, replica):
+        """As `tools.arrival.server.score_text`."""
+        logps = self.models[replica](torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+        return logps.gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
 
 
 class WorkerHere:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.asynchronous import Flood, WorkerHere, build_ours, build_theirs, parts_for_a_cpu
+from tests.asynchronous import Flood, ReplicasHere, WorkerHere, build_ours, build_theirs, parts_for_a_cpu
 from tests.dumps import read_dump
 from tests.launching import run
 from tests.tiny import load_model
@@ -22,6 +22,7 @@ from tests.training import (
     counting_forwards,
     logged,
     losses,
+    messages,
     window,
 )
 from trl_rollout_corr import (
@@ -437,6 +438,32 @@ def test_the_monitor_raises_alarms(make):
     trainer = make({"change": shift}, rollout_monitor="warn", max_steps=4, logging_steps=1)
     trainer.train()
     assert trainer.state.log_history[-2][ALARMS] > 0
+
+
+@pytest.mark.parametrize("misses", [(), (2, 4, 6, 8), (3, 5, 7, 9)])
+def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch, caplog, misses):
+    """Each of them, also those after the first push, and where every step is logged."""
+    from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
+    from trl_rollout_corr.tools.arrival import push_checks
+
+    replicas = ReplicasHere(tiny_model_path, misses)
+    monkeypatch.setattr(push_checks, "score_text", replicas.score)
+    monkeypatch.setattr(PushesToServer, "server", "http://here")
+    # as if 9, the odd ones, were far away
+    monkeypatch.setattr("trl_rollout_corr.tools.arrival.rescore.is_due", {1, 2, 4, 9}.__contains__)
+    fields = {"max_steps": 10, "logging_steps": 1, "learning_rate": 1e-4}
+    trainer = make({"lags": (0,)}, extra={"weight_transfer": replicas}, rollout_monitor="warn", **fields)
+    trainer._engine_config = {"parallel_config": {"data_parallel_size": 2}}
+    steps = losses(trainer)
+    fresh = [(entry["step"], entry.get(f"{PREFIX}fresh_k3_kl")) for entry in trainer.state.log_history]
+    fresh = {step: value for step, value in fresh if value is not None}
+    assert [*fresh] == [1, 2, 4, 9]  # the step after the push; the first push is before training
+    lost = [step for step, value in fresh.items() if value > 1e-5]
+    assert lost == [step for step in (2, 4, 9) if step in misses]
+    told = [message for message in messages(caplog) if "[fresh_gap" in message]
+    assert [f"step {lost[0]}:" in message for message in told] == [True] if lost else not told
+    if not misses:  # and nothing reaches the loss
+        assert steps == losses(make({"lags": (0,)}, **fields))
 
 
 # Refused --------------------------------------------------------------------------------------------------------------

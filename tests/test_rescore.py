@@ -27,7 +27,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr.tools.arrival.adapters import MergedWeights
-from trl_rollout_corr.tools.arrival.rescore import MOST
+from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, is_due
 from trl_rollout_corr.trainers import pushes
 
 
@@ -67,7 +67,7 @@ def test_after_each_push_kernels_and_age_are_two_numbers(make, kind, caplog):
 
 @pytest.mark.vllm
 def test_a_run_is_the_same_bit_for_bit_with_and_without_it(make):
-    """And the trainer makes no forward pass more than eight at each of the four looks."""
+    """And the trainer makes no forward pass more than eight at each of the first three looks, and two at the fourth."""
     runs, forwards = [], []
     for monitor in ("warn", None):
         trainer = make(rollout_monitor=monitor, model_init_kwargs={"attention_dropout": 0.1})
@@ -76,7 +76,11 @@ def test_a_run_is_the_same_bit_for_bit_with_and_without_it(make):
             runs.append((losses(trainer), [x["completions/mean_length"] for x in trainer.state.log_history[:-1]]))
             forwards.append(count["forwards"])
     assert runs[0] == runs[1]
-    assert forwards[0] - forwards[1] == 4 * MOST
+    assert forwards[0] - forwards[1] == SURE * MOST + FEW
+
+
+def test_scores_come_after_odd_and_even_pushes():
+    assert [*filter(is_due, range(1, 150))] == [1, 2, 4, 8, 16, 33, 66, 99, 132]
 
 
 # Faults of a push -----------------------------------------------------------------------------
@@ -150,6 +154,18 @@ def test_a_push_that_does_not_arrive_as_it_is_raises_the_alarm(make, fault, capl
     assert len(fresh) == 3
     assert max(fresh) > 50 * fresh[0]
     assert max(fresh) > 0.001 * max(age)
+    assert any("fresh_gap" in message for message in said_of_pushes(caplog))
+
+
+@pytest.mark.vllm
+def test_a_fault_that_comes_late_is_measured_on_all_eight_completions(make, caplog):
+    """Where two of them are enough as long as their gap is usual."""
+    trainer = make(build=monitored, max_steps=17, learning_rate=1e-3)
+    with losing("pushes from the tenth on"), counting_forwards(trainer) as count:
+        fresh, _ = numbers(trainer)
+    assert len(fresh) == 5  # pushes 1, 2, 4, 8 and 16
+    assert fresh[4] > 1e-3 > 100 * max(fresh[:4]), fresh
+    assert count["forwards"] == 17 * 2 + SURE * MOST + FEW + MOST
     assert any("fresh_gap" in message for message in said_of_pushes(caplog))
 
 

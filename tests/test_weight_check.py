@@ -165,7 +165,7 @@ def test_the_check_does_not_touch_the_loss(make):
             torch.manual_seed(0)
             runs.append((losses(trainer), count["forwards"]))
     assert runs[0] == runs[1]
-    rescored = 4 * 8  # after the pushes 1, 2, 4 and 8, eight completions one by one
+    rescored = 3 * 8 + 2  # after the pushes 1, 2 and 4 eight completions one by one, after 8 two of them
     assert runs[0][1] == 8 * 2 + rescored
 
 

@@ -35,7 +35,8 @@ class PushChecks:
         self.adapters = AdapterCheck()
         self._told_replicas = False
         self._counted: list[Rescored] = []  # since the latest batch
-        self.rescore = Rescore(pushes, self._ask, self._counted.append, self._longest, self._reason_not_to_ask)
+        ways = self._ask, self._counted.append, self._longest, self._reason_not_to_ask, self._replicas
+        self.rescore = Rescore(pushes, *ways)
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights on their way to the sampler, with fingerprints taken."""
@@ -89,7 +90,7 @@ class PushChecks:
         config = self.trainer._engine_config
         if self.pushes.server is None or not has_extension(config):
             return None
-        if (n := replicas_of(config)) > 1 and not self._told_replicas:
+        if (n := self._replicas()) > 1 and not self._told_replicas:
             self._told_replicas = True
             notify(
                 f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, because "
@@ -106,14 +107,17 @@ class PushChecks:
         if generation is not None:
             return score_in_process(generation, texts)
         if self.pushes.server is not None:
-            # one request for each, so that all replicas behind an address are asked, in turns if
-            # they are known
-            n, first = replicas_of(self.trainer._engine_config), self.rescore.looks * len(texts)
+            # one request per text, to reach all replicas behind an address, in turns if they are known
+            n, first = self._replicas(), self.rescore.looks * len(texts)
             server, model = self.pushes.server, self.pushes.served_model
             asked = [score_text(server, model, text, i % n if n > 1 else None) for i, text in enumerate(texts, first)]
         else:
             asked = []
         return asked
+
+    def _replicas(self) -> int:
+        """Number of engines that sample, and have weights of their own, for this rank."""
+        return 1 if self.pushes.server is None else replicas_of(self.trainer._engine_config)
 
     def _longest(self) -> int | None:
         """Most tokens that the sampler can read; `None` if unknown."""

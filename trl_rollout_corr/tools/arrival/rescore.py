@@ -21,13 +21,16 @@ from ...trainers.forward_pass import evaluating
 
 MOST = 8  # completions
 TOKENS = 4096  # in all of them together, with their prompts
-SPARSE = 32  # pushes between looks, at most
+SPARSE = 33  # pushes between looks, at most; odd, as a fault of every second push would hide from even ones
+SURE = 3  # looks, after which a few completions are enough
+FEW = 2  # of these completions, unless they are further apart than usual or there are more replicas
+USUAL, SAME = 3.0, 1e-5  # times the smallest of the first gaps; nats per token: a gap below is rounding
 SEE = "See `trl-rollout-corr docs causes#two-numbers-of-each-push`."
 
 
 def is_due(push: int) -> bool:
-    """True for the pushes 1, 2, 4, 8, 16, 32, and then every 32nd."""
-    return push % SPARSE == 0 or (push < SPARSE and push & (push - 1) == 0)
+    """True for the pushes 1, 2, 4, 8, 16, 33, and then every 33rd."""
+    return push % SPARSE == 0 or (push < SPARSE - 1 and push & (push - 1) == 0)
 
 
 class Text(NamedTuple):
@@ -58,14 +61,15 @@ class Rescored(SegmentedSums):
 
 class Rescore:
     """
-    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 32, and then
-    every 32nd: at most eight, of at most 4,096 tokens together.
+    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 33, and then
+    every 33rd: at most eight, of at most 4,096 tokens together. From the fourth time on, two of
+    them are enough if sampler and trainer are no further apart than usual.
 
     `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text.
     `ask` returns the log-probabilities of the sampler for each token but the first of some texts,
     only on the main process if that asks for all ranks. `count` takes the sums. `longest` is the
     most tokens that the sampler can read. `blind` is a reason not to trust the log-probabilities of
-    the sampler.
+    the sampler. `replicas` is the number of replicas of the sampler, each of which is asked.
     """
 
     def __init__(
@@ -75,11 +79,13 @@ class Rescore:
         count: Callable[[Rescored], None],
         longest: Callable[[], int | None],
         blind: Callable[[], str],
+        replicas: Callable[[], int],
     ) -> None:
         self.pushes, self.ask, self.count = pushes, ask, count
-        self.longest, self.blind = longest, blind
+        self.longest, self.blind, self.replicas = longest, blind, replicas
         self.done = False
         self.looks = 0
+        self._first: list[float] = []  # gaps of the first looks, of this rank
         self._pushes = 0
         self._due = self._older = False
         self._texts: list[Text] | None = None  # of the latest batch; `None` before the first
@@ -118,10 +124,32 @@ class Rescore:
             self._give_up(f"{reason}.")
             return
         texts = self._shared(self._texts or [])
-        most = self.largest(len(texts))  # every rank must make the same number of forward passes
-        if not most:
+        if not self.largest(len(texts)):
             return  # all completions are empty; later ones may not be
         self._due = False
+        few = MOST if self.looks < SURE else max(FEW, self.replicas())
+        spacing = max(1, len(texts) // few)
+        sums = self._compare(texts[::spacing])
+        if sums is not None and self.largest(int(self._is_off(sums))):
+            others = self._compare([text for i, text in enumerate(texts) if i % spacing])
+            sums = None if others is None else sums + others
+        if sums is None:
+            return
+        self.looks += 1
+        self.count(sums)
+
+    def _is_off(self, sums: Rescored) -> bool:
+        """True if sampler and trainer are further apart than usual, on this rank."""
+        s = sums.by_name()
+        gap = s["fresh_k3"] / max(s["fresh_tokens"], 1.0)
+        if self.looks < SURE:
+            self._first.append(gap)
+            return False
+        return gap > USUAL * max(min(self._first), SAME)
+
+    def _compare(self, texts: list[Text]) -> Rescored | None:
+        """Sums of the gaps of some texts, which sampler and trainer score; `None` if one of them cannot."""
+        most = self.largest(len(texts))  # every rank must make the same number of forward passes
         scored, problem = [], ""
         try:
             with as_before(self.pushes.trainer.accelerator.device):
@@ -130,17 +158,16 @@ class Rescore:
             problem = f"the sampler did not score a text ({type(error).__name__}: {error})."
         if self.largest(int(bool(problem))):
             self._give_up(problem or "the sampler of another rank did not score a text.")
-            return
+            return None
         padded = [*texts, *[Text([0], [0], [False], [0.0])] * (most - len(texts))]
         try:
             with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):
                 trained = [self._score(text) for text in padded]
         except Exception as error:
             self._give_up(f"the trainer did not score a text ({type(error).__name__}: {error}).")
-            return
-        self.looks += 1
+            return None
         asked = texts if len(scored) == len(texts) else []  # otherwise the main process counts
-        self.count(self._sums(asked, scored, trained))
+        return self._sums(asked, scored, trained)
 
     def _sums(self, texts: Sequence[Text], scored: list[list[float]], trained: list[torch.Tensor]) -> Rescored:
         """Sums of the gaps of some texts."""

@@ -54,11 +54,11 @@ def replicas_of(config: Any) -> int:
 
 def score_text(url: str, model: str, text: list[int], replica: int | None = None) -> list[float]:
     """
-    Log-probability of each token of a text but the first, which a server computes without sampling
-    options, on a replica of its own choice unless one is given.
+    Log-probability of each token but the first of a text, from a server without options of
+    sampling. A replica of its own choice answers, unless one is given.
     """
     request: Any = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    request["cache_salt"] = "scored once more"  # apart from the prompts of later requests
+    request["cache_salt"] = "scored once more"  # keeps later requests from reading these prompts
     headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
     response = requests.post(f"{url}/v1/completions", json=request, headers=headers, timeout=300)
     response.raise_for_status()
