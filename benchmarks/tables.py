@@ -38,6 +38,7 @@ RESCORE = {
     "scored once more": "{scored}",
     "step, s": "{step_s:.2f}",
     "scores, s": "{look_s:.2f}",
+    "scores from the fourth time on, s": "{later_look_s:.2f}",
     "share of 200 steps, %": "{share:.2f}",
 }
 PUSHES = {
