@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..trainers.completions import sampled_logps
-from ..trainers.keys import REWARDS, ROLLOUT_STEP
+from ..trainers.keys import MISSING, REWARDS, ROLLOUT_STEP
 from .trl_parts import RolloutSample, TreeRow
 
 
@@ -40,6 +40,7 @@ class WatchedQueue:
         self._queue = queue
         self._last: RolloutSample | None = None
         self._n_dropped = 0
+        self.missing = np.zeros(0, bool)  # tokens of the last sample of which the worker has no log-probability (None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -48,7 +49,10 @@ class WatchedQueue:
         if self._last is not None:  # TRL dropped it
             self._n_dropped += bool(self._last.completion_mask.any())
             self._last = None
-        self._last = checked(self._queue.get(*args, **kwargs))
+        sample = self._queue.get(*args, **kwargs)
+        if sample.old_log_probs is not None:
+            self.missing = np.array([x is None for x in sample.old_log_probs], bool)
+        self._last = checked(sample)
         return self._last
 
     def take_last(self) -> RolloutSample:
@@ -101,7 +105,7 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
             sample = self._queue.take_last()
             step = self._step_of.get(sample.model_version, np.nan)
             reward = (sample.metrics or {}).get("reward", np.nan)
-            yield {**item, REWARDS: float(reward), ROLLOUT_STEP: step}
+            yield {**item, REWARDS: float(reward), ROLLOUT_STEP: step, MISSING: self._queue.missing}
 
 
 class LayoutCollator:
@@ -129,6 +133,9 @@ class LayoutCollator:
             batch[key] = _padded(values, padding, torch.float32)[..., 0]
         if any((numbers < 0).any() for of_row in terms for numbers in of_row):
             batch[TOOLS] = torch.ones(len(rows))
+        if any(sample[MISSING].any() for of_row in samples for sample in of_row):
+            missing = [[sample[MISSING][_start(sample) :] for sample in of_row] for of_row in samples]
+            batch[MISSING] = _padded(missing, 0, torch.bool)
         if self._with_text:
             batch |= {f"{TEXT_PREFIX}{key}": value for key, value in self._text(samples).items()}
         return batch

@@ -101,6 +101,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
         # with tools or a rollout function, of several turns
         generation.logprobs = read_logprobs(logprobs, [len(ids) for ids in completion_ids], tool_mask)
+        if self.rollout_func is not None:  # elsewhere None is vLLM's NaN, on its way through TRL
+            generation.missing = [[x is None for x in row] for row in logprobs]
         generation.tool_mask = tool_mask
         of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
         generation.turn_ids = of_function.get("turn_ids")

@@ -11,5 +11,6 @@ FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
+MISSING = "rollout_corr_missing"  # (B, T), tokens of which a rollout function has given no log-probability (None)
 PADDING = "rollout_corr_padding"  # (B,), tokens of padding before the prompt, where the prompt's mask does not tell
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN elsewhere

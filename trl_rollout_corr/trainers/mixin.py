@@ -34,6 +34,7 @@ from .keys import (
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
     FIRST_LOGPS,
+    MISSING,
     OLD_LOGPS,
     REWARDS,
     ROLLOUT_LOGPS,
@@ -202,6 +203,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._replays.clear()
         if (turn_ids := scoring.generation.padded_turn_ids(completion_ids)) is not None:
             output[TURN_IDS] = turn_ids
+        if (missing := scoring.generation.padded_missing(completion_ids)) is not None:
+            output[MISSING] = missing
         self._note_origin(output)
         if self.model.training:
             self._first_visits = 0

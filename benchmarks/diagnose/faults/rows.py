@@ -110,7 +110,7 @@ def uniform_values(row: Row) -> dict[str, Any]:
 def some_none(row: Row) -> dict[str, Any]:
     """A rollout function has no value for single tokens, one of 29."""
     pairs = enumerate(row["rollout_logps"])
-    return {**row, "rollout_logps": [math.nan if (row["token_ids"][i] + i) % 29 == 0 else x for i, x in pairs]}
+    return {**row, "rollout_logps": [None if (row["token_ids"][i] + i) % 29 == 0 else x for i, x in pairs]}
 
 
 # A part of the completions ------------------------------------------------------------------------------------------------

@@ -42,10 +42,12 @@ class DumpedTokens:
         self.n_tokens = int((sequences.mask & chosen).sum())
         broken = sequences.broken & chosen
         self.broken_row = sequences.row[broken]
-        # For these tokens, `(M,)`: place in the completion, log-probabilities of both sides, and
-        # whether no later token of the completion is finite, as behind a row of NaN logits
+        # For these tokens, `(M,)`: place in the completion, log-probabilities of both sides, whether
+        # the sampler returned None, and whether no later token of the completion is finite, as
+        # behind a row of NaN logits
         self.broken_place = (np.arange(len(sequences.row)) - sequences.starts[:-1][sequences.row])[broken]
         self.broken_train, self.broken_rollout = sequences.train_logps[broken], sequences.rollout_logps[broken]
+        self.broken_missing = sequences.missing[broken]  # the sampler returned None
         self.broken_to_the_end = _none_later(sequences.valid & chosen, sequences.row)[broken]
         # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
         # log-ratio in nats

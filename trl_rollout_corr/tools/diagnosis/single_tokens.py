@@ -120,27 +120,32 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
 def nan_rows(o: DumpedTokens) -> Evidence | None:
     """
     Look for rows of NaN logits: the trainer's, or the sampler's from some token of a completion to
-    its end, because a NaN in the key-value cache makes all later rows NaN.
+    its end, because a NaN in the key-value cache makes all later rows NaN. None is not NaN, but a
+    number that was not returned.
     """
     of_trainer = np.isnan(o.broken_train)
     return _without_ratio(
-        o, of_trainer | (np.isnan(o.broken_rollout) & _in_a_run(o)), {"trainer": mean(of_trainer)},
+        o, of_trainer | (_nan_of_sampler(o) & _in_a_run(o)), {"trainer": mean(of_trainer)},
         "{tokens} tokens in {rows} completions, a share of {share}, lack a log-ratio, because a log-probability is NaN: the "
         "trainer's at a share of {trainer} of them, and otherwise the sampler's up to the end of the completion",
     )  # fmt: skip
 
 
 def missing(o: DumpedTokens) -> Evidence | None:
-    """
-    Look for single tokens with a finite log-probability in the trainer but not in the sampler.
-    """
+    """Look for tokens with a finite log-probability in the trainer but not in the sampler."""
     absent = ~np.isfinite(o.broken_rollout) & ~np.isnan(o.broken_train)
-    infinite = absent & np.isinf(o.broken_rollout)
+    here = absent & ~(_nan_of_sampler(o) & _in_a_run(o))
+    counts = {"infinite": np.isinf(o.broken_rollout), "none": o.broken_missing, "nan": _nan_of_sampler(o)}
     return _without_ratio(
-        o, absent & ~(np.isnan(o.broken_rollout) & _in_a_run(o)), {"infinite": float(infinite.sum())},
+        o, here, {name: float((here & x).sum()) for name, x in counts.items()},
         "{tokens} tokens in {rows} completions, a share of {share}, lack a finite log-probability from the sampler "
-        "({infinite} are infinite, the others None or NaN), which the trainer and later tokens give",
+        "({none} are None, {nan} NaN, and {infinite} infinite), while the trainer gives one",
     )  # fmt: skip
+
+
+def _nan_of_sampler(o: DumpedTokens) -> np.ndarray:
+    """Of each broken token, whether the sampler's log-probability is NaN, which was computed, and not None."""
+    return np.isnan(o.broken_rollout) & ~o.broken_missing
 
 
 def _in_a_run(o: DumpedTokens) -> np.ndarray:

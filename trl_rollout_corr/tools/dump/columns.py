@@ -9,19 +9,20 @@ from numpy.typing import DTypeLike
 
 # The version grows when a column is added, removed, or changes its meaning; readers refuse another
 # version.
-FORMAT, VERSION = "trl_rollout_corr.dump", 4
+FORMAT, VERSION = "trl_rollout_corr.dump", 5
 
 
 class Column(NamedTuple):
     """
     A column: its name, the type of its entries, whether there is one per token, and whether it may
-    be null.
+    be null, or may include `gaps`, tokens that are null.
     """
 
     name: str
     type: pa.DataType
     per_token: bool = False
     null: bool = False
+    gaps: bool = False
 
     @property
     def dtype(self) -> DTypeLike | None:
@@ -42,7 +43,9 @@ COLUMNS = (
     Column("token_ids", pa.int32(), per_token=True),
     Column("mask", pa.bool_(), per_token=True),  # tokens of the loss
     Column("train_logps", pa.float32(), per_token=True),  # nats; NaN and infinity are kept
-    Column("rollout_logps", pa.float32(), per_token=True),
+    Column(
+        "rollout_logps", pa.float32(), per_token=True, gaps=True
+    ),  # null where a rollout function or worker returned None
     Column("weights", pa.float32(), per_token=True, null=True),  # bounded and normalised; null without weights
     Column("keep", pa.bool_(), per_token=True),  # tokens that no criterion rejects
     Column("coefficients", pa.float32(), per_token=True),  # factor of the policy gradient

@@ -309,6 +309,6 @@ def _checked(path: Path, table: pa.Table) -> pa.Table:
             raise ValueError(
                 f"{path.name} is damaged: a row contains lists of different lengths, `mask` and `{column.name}`"
             )
-        if pc.list_flatten(values).null_count:
+        if pc.list_flatten(values).null_count and not column.gaps:
             raise ValueError(f"{path.name} is damaged: a token lacks `{column.name}`")
     return table

@@ -66,4 +66,7 @@ def _entry(column: Column, sequence: Mapping[str, Any], n: int) -> Any:
         values = values[:n]
     if values is None or (column.null and values.isnan().all()):
         return None
+    missing = sequence.get("missing") if column.gaps else None
+    if missing is not None:
+        return [None if gone else x for x, gone in zip(values.tolist(), missing[:n].tolist(), strict=True)]
     return int(values) if pa.types.is_integer(column.type) and not column.per_token else values.tolist()

@@ -40,6 +40,12 @@ class Sequences:
                 values = table[column.name]
                 array = _end_to_end(values, self.lengths) if column.per_token else values.to_numpy()
                 setattr(self, column.name, array.astype(column.dtype, copy=False))
+        if "rollout_logps" in table.column_names:
+            chunks = table["rollout_logps"].chunks
+            # (N,), tokens of which the sampler has returned None
+            self.missing = np.concatenate(
+                [chunk.flatten().is_null().to_numpy(zero_copy_only=False) for chunk in chunks]
+            )
         self._prompt_ids = table["prompt_ids"] if "prompt_ids" in table.column_names else None
         self._text: Any = table.select(_TEXT) if set(_TEXT) <= {*table.column_names} else None
 
