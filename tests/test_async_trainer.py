@@ -323,6 +323,39 @@ def test_a_log_probability_that_is_none_hurts_nobody(make, mode, value):
     assert all(0 < share < 1 for share in logged(trainer, "nonfinite_fraction"))
 
 
+@pytest.mark.parametrize("off", ["trl", "disabled", "measured"])
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf, -9999.0])
+def test_trl_keeps_a_finite_loss_without_a_log_probability(make, tiny_model_path, off, value):
+    """The token gets a ratio of 1, as in TRL's other trainers. TRL's own asynchronous loss would be NaN."""
+
+    def break_last(sample):
+        sample.old_log_probs = [*sample.old_log_probs[:-1].tolist(), value]
+
+    trainer = make({"change": break_last, "min_length": 2, "noise": 0.25}, **OFF[off])
+    batch, samples = micro_batch(trainer)
+    found = trainer.compute_loss(trainer.model, batch)
+    total, model = 0.0, load_model(tiny_model_path)
+    for sample in samples:
+        logps, rollout = unpacked_logps(model, sample), rollout_logps(sample)
+        ratio = (logps - torch.where(rollout.isfinite(), rollout, logps.detach())).exp()
+        total = total - torch.min(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage).sum()
+    n_tokens = sum(int(sample.completion_mask.sum()) for sample in samples)
+    assert found.item() == pytest.approx(float(total) / n_tokens / 2, rel=1e-5, abs=1e-7)
+    assert_gradients_equal(backward(trainer.model, found), backward(model, total / n_tokens / 2))
+
+
+def test_a_dump_tells_none_from_nan(make, tmp_path):
+    def break_two(sample):
+        sample.old_log_probs = [*sample.old_log_probs[:-2].tolist(), None, math.nan]
+
+    folder = str(tmp_path / "dump")
+    make({"change": break_two, "min_length": 3}, rollout_dump_dir=folder, max_steps=1).train()
+    for row in read_dump(folder).rows:
+        assert row["rollout_logps"][-2] is None
+        assert math.isnan(row["rollout_logps"][-1])
+        assert None not in row["rollout_logps"][:-2]
+
+
 def lose_logps(sample):
     sample.old_log_probs = None
 
@@ -335,11 +368,16 @@ def lift_logps(sample):
     sample.old_log_probs[-1] = 1.0
 
 
+def lift_logps_beyond(sample):
+    sample.old_log_probs[-1] = math.inf
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lose_logps, "without log-probabilities"),
         (cut_logps, "one entry per token"),
+        (lift_logps_beyond, r"`old_log_probs\[\d+\]` is inf, but a log-probability is at most 0"),
         (lift_logps, r"`old_log_probs\[\d+\]` is 1, but a log-probability is at most 0"),
     ],
 )

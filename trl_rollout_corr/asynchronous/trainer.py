@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from ..settings.config import RolloutCorrectionConfig
 from ..tools.arrival.server import check_patterns, served_adapter
 from ..trainers.batches import TAGS, CorrectsBatches
-from ..trainers.keys import PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from ..trainers.keys import MISSING, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..trainers.metadata import engine_metadata
 from ..trainers.model_checks import check_types
 from ..trainers.observer import CorrectedBatch
@@ -179,9 +179,10 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         terms = Terms(inputs[TERMS][0])
         batch = self._completions_of(inputs, terms)
         self._pushes.keep(batch)  # may score texts, which is no part of the forward pass below
-        placeholders = {}
-        if self._settings.changes_loss:
-            placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
+        keys: tuple[str, ...] = ("advantages", "old_log_probs") if self._settings.changes_loss else ()
+        if not keys and not inputs["old_log_probs"][inputs["token_index"] >= 0].isfinite().all():
+            keys = ("old_log_probs",)  # the loss of TRL would be NaN
+        placeholders = {key: Placeholder(inputs[key]) for key in keys}
         correct = partial(self._correct, inputs=inputs, terms=terms, batch=batch, placeholders=placeholders)
         policy = CorrectedPolicy(model, correct)
         loss: torch.Tensor = super().compute_loss(
@@ -211,11 +212,14 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
         self._observer.trained(self._now, corrected.mask, n_dropped)
-        if placeholders:
-            n = len(logps)
+        n = len(logps)
+        if "advantages" in placeholders:
             coefficients = terms.collect(corrected.coefficients, n)
             placeholders["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
             placeholders["old_log_probs"].fill(selected, terms.collect(anchor, n))
+        elif placeholders:  # a ratio of 1 where the sampler has no number, as TRL's other trainers take it
+            old = inputs["old_log_probs"][selected]
+            placeholders["old_log_probs"].fill(selected, torch.where(old.isfinite(), old, logps.to(old.dtype)))
 
     @staticmethod
     def _completions_of(inputs: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
@@ -229,6 +233,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
             ROLLOUT_STEP: inputs[ROLLOUT_STEP][0],
             PADDING: torch.zeros_like(inputs[ROLLOUT_STEP][0]),  # rows are packed
         }
+        if MISSING in inputs:
+            batch[MISSING] = inputs[MISSING][0]
         if TOOLS in inputs:
             batch["tool_mask"] = terms.mask
         return batch | {key: inputs[TEXT_PREFIX + key][0] for key in TEXT if TEXT_PREFIX + key in inputs}
