@@ -23,6 +23,8 @@ from tests.training import (
     losses,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
+from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
+from trl_rollout_corr.tools.diagnosis.text import sure
 from trl_rollout_corr.tools.translation.of_trl import from_trl
 from trl_rollout_corr.trainers.pushes import push_by_reload
 
@@ -87,6 +89,28 @@ def test_a_prompt_that_is_cached_is_read_again_with_new_weights(make):
     trainer = make(learning_rate=1e-2, vllm_max_model_length=256, extra={"train_dataset": long})
     trainer.train()
     assert_in_step(trainer)
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_an_old_cache_of_prefixes_is_seen_after_a_push(make, cleared, monkeypatch, caplog, tmp_path):
+    from datasets import Dataset
+
+    long = Dataset.from_dict({"prompt": ["abcd" * 40 + "="] * 64})
+    dump = {"rollout_dump_dir": str(tmp_path / "dump"), "rollout_dump_sampled": 16}
+    fields = {"rollout_monitor": "warn", "rollout_correction": "trl", **dump}
+    trainer = make(learning_rate=3e-2, vllm_max_model_length=256, extra={"train_dataset": long}, **fields)
+    llm = trainer.vllm_generation.llm
+    llm.reset_prefix_cache()  # of tests before
+    if not cleared:
+        monkeypatch.setattr(llm, "reset_prefix_cache", lambda: True)
+    trainer.train()
+    llm.reset_prefix_cache()
+    told = [record.getMessage() for record in caplog.records if "from its cache of prefixes" in record.getMessage()]
+    assert [message[:70] for message in told] == (
+        [] if cleared else ["After the push at optimizer step 1, vLLM took 128 tokens of its first "]
+    )
+    found = {x.name: sure(x) for x in diagnose(read_tokens(tmp_path / "dump")).findings}
+    assert found.get("prefix_cache") == (None if cleared else "certain"), found
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

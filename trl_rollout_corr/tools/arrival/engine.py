@@ -1,6 +1,29 @@
-"""A colocated vLLM that scores texts."""
+"""A colocated vLLM that scores texts, and that tells what it takes from its cache of prefixes."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+
+def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
+    """
+    Let `tell` know, at the next generation of a colocated vLLM, how many tokens of the first prompt
+    came from the cache of prefixes. After a push that has cleared the cache there are none: no
+    request of the same generation was before the first.
+    """
+    llm = getattr(llm, "_llm", llm)  # without the recorder of routes
+    generate = getattr(llm.generate, "once_noted", llm.generate)
+
+    @wraps(generate)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        llm.generate = generate
+        outputs = generate(*args, **kwargs)
+        if outputs and outputs[0].num_cached_tokens:
+            tell(int(outputs[0].num_cached_tokens))
+        return outputs
+
+    noted.once_noted = generate  # type: ignore[attr-defined]  # a second push before the next generation replaces it
+    llm.generate = noted
 
 
 def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...messages import PREFIX, notify
-from .engine import score_in_process
+from .engine import noting_cached, score_in_process
 from .fingerprints import read
 from .frozen import FrozenCheck
 from .rescore import SEE, Rescore, Rescored
@@ -33,6 +33,7 @@ class PushChecks:
         self.weights = WeightCheck(self.read_sampler, model, lambda: pushes.sampler_dtype)
         self.frozen = FrozenCheck(model, self._on_any_rank)
         self.adapters = AdapterCheck()
+        self.old_cache = False  # keys and values of older weights were read
         self._told_replicas = False
         self._counted: list[Rescored] = []  # since the latest batch
         ways = self._ask, self._counted.append, self._longest, self._reason_not_to_ask, self._replicas
@@ -64,6 +65,19 @@ class PushChecks:
             name = self.pushes.served_model
             self.adapters.pushed(self.pushes.server, name, folder, self.weights.trained(), step)
         self.rescore.pushed(announced=announced)
+        if self.pushes.engine is not None and not self.old_cache:
+            noting_cached(self.pushes.engine.llm, lambda tokens: self._tell_about_cache(tokens, step))
+
+    def _tell_about_cache(self, tokens: int, step: int) -> None:
+        """Report, once, that the first prompt after the push at optimizer step `step` was read from the cache of prefixes."""
+        self.old_cache = True
+        self.trainer._about["prefix_cache"] = f"{tokens} tokens of the first prompt after the push at step {step}"
+        notify(
+            f"After the push at optimizer step {step}, vLLM took {tokens} tokens of its first prompt from its cache of "
+            "prefixes. Unless something else has let this vLLM generate since the push, their keys and values are of the "
+            "weights before it, and the gap grows. Call `reset_prefix_cache()` of the engine after each push, as TRL's "
+            "`sync_weights` does, or set `rollout_engine_kwargs: {enable_prefix_caching: false}`."
+        )
 
     def keep(self, batch: dict[str, Any], sampled: torch.Tensor) -> None:
         """
