@@ -36,6 +36,9 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
 
     _checks_of_trainer = CHECKS_OF_GRPO
 
+    def _of_trl(self) -> dict[str, Any]:
+        return super()._of_trl() if self.use_vllm else {}  # TRL corrects no completions of a `rollout_func`
+
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         check_loss_type(self)  # before TRL refuses the value for another reason
