@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import random
 
 import pytest
@@ -67,9 +68,35 @@ def test_what_else_a_log_can_show(tmp_path, capsys):
     far = write(tmp_path / "far", dict.fromkeys(range(9), 1e-8), gap=(0.8, 0.8), length=(4000, 4000))
     assert suspected(capsys, far) == ["large_gap"]
     assert suspected(capsys, write(tmp_path / "raw", dict.fromkeys(range(9), 1.6))) == ["large_gap"]
+    tiny = write(tmp_path / "tiny", dict.fromkeys(range(1, 9), 1e-8), length=(90, 90))  # 0.2 nats a token
+    assert suspected(capsys, tiny)[0] == "large_gap"
     steps = {**HEALTHY, 20: 0.01, 40: 0.02}
     assert suspected(capsys, write(tmp_path / "steps", steps)) == ["single_steps"]
     assert suspected(capsys, write(tmp_path / "one", {1: 0.5})) == ["whole_completions", "truncation"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "causes"),
+    [
+        (
+            {1: 2.9e-8, **dict.fromkeys(range(2, 9), math.nan)},
+            ["not_a_number", "large_gap", "truncation"],
+        ),  # a public run
+        (dict.fromkeys(range(1, 9), math.nan), ["not_a_number"]),
+        ({**HEALTHY, 30: math.inf}, ["not_a_number"]),
+    ],
+    ids=["later", "always", "once"],
+)
+def test_a_ratio_that_is_no_number_is_the_first_suspicion(tmp_path, capsys, ratios, causes):
+    folder = write(tmp_path / "run", ratios, length=(90, 90))
+    assert suspected(capsys, folder) == causes
+    assert main(["diagnose", str(folder)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("Possible: ratios that are NaN or infinite.")
+    lost = [step for step, ratio in ratios.items() if not math.isfinite(ratio)]
+    assert f"NaN or infinite, first in step {lost[0]}." in text
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+    assert "Healthy" not in (tmp_path / "report.html").read_text().partition("<h2")[0]
 
 
 def test_the_answer_states_its_doubt_and_the_page_draws_the_curve(tmp_path, capsys):

@@ -21,6 +21,7 @@ LOW, _HIGH = 0.8, 1.2  # healthy mean ratios, at which steps are about as large 
 _FALLS = 0.8  # the ratio fell if it is below this share of its first value
 _SUDDEN = 50  # optimizer steps within which something breaks; drift takes longer
 _LARGE = 0.1  # nats per token, more than rounding causes on average
+_MUCH = 0.05  # nats per token that the ratio of a completion takes, more than rounding costs on average
 _MANY = 20  # one in this many entries is averaged at each end
 _AT_ONCE = {"vllm_importance_sampling_mode": "token_truncate"}
 
@@ -48,6 +49,8 @@ class Course(NamedTuple):
     within: int  # number of entries from the first to the second
     gap: tuple[float, float] | None  # mean absolute difference of log-probabilities, first and last, nats per token
     length: tuple[float, float] | None  # mean length of completions, first and last
+    lost: int  # number of entries whose ratio is NaN or infinite
+    first_lost: int  # optimizer step of the first of them, 0 without any
 
     @property
     def fell(self) -> bool:
@@ -61,8 +64,14 @@ class Course(NamedTuple):
 def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
     """The course of the ratio in a log with one entry per step in order; `None` without a ratio."""
     known = [(int(entry["step"]), x) for entry in entries if (x := value_of(entry, RATIO)) is not None]
+    gap, length = _ends(entries, GAP), _ends(entries, LENGTH)
+    lost = [
+        int(entry["step"]) for entry in entries if isinstance(x := entry.get(RATIO), float) and not math.isfinite(x)
+    ]
+    missing = len(lost), min(lost, default=0)
     if not known:
-        return None
+        whole = min(lost, default=0), max(lost, default=0)
+        return Course(math.nan, math.nan, whole, 0, math.nan, 0, whole, 0, gap, length, *missing) if lost else None
     steps, ratios = np.array([step for step, _ in known]), np.array([x for _, x in known])
     width = max(len(ratios) // _MANY, 1)
     level = np.convolve(ratios, np.ones(width) / width, "valid")  # of a window that begins at each entry
@@ -73,9 +82,8 @@ def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
     end = min(end + width - 1, len(steps) - 1)
     dips = int((ratios < np.median(ratios) / 2).sum())
     fall = int(steps[begin]), int(steps[end])
-    gap, length = _ends(entries, GAP), _ends(entries, LENGTH)
     whole = int(steps[0]), int(steps[-1])
-    return Course(first, last, whole, len(ratios), float(ratios.min()), dips, fall, end - begin, gap, length)
+    return Course(first, last, whole, len(ratios), float(ratios.min()), dips, fall, end - begin, gap, length, *missing)
 
 
 def _ends(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float] | None:
@@ -108,6 +116,13 @@ _FROM_THE_START = Suspicion(
     "The two sides may read different tokens, hold different weights or use different temperatures, or the values may "
     "belong to other tokens than the sampled ones.",
     "Find the cause before you train: no weights repair it.",
+)
+_LOST = Suspicion(
+    "not_a_number",
+    "ratios that are NaN or infinite",
+    "A log-probability of vLLM or of the trainer is NaN, and such a step may make all weights NaN.",
+    "Compare with `loss` and `grad_norm` in the same log. If they were NaN before, or large, training has diverged. Otherwise "
+    "look for a failed push, for an overflow in float16, and for a quantised base that each push quantises again.",
 )
 _BROKEN = Suspicion(
     "broken",
@@ -150,6 +165,19 @@ def suspicions(course: Course) -> list[Suspicion]:
     Possible reasons for the ratios of a log, the strongest suspicion first; empty for ratios near
     1.
     """
+    of_numbers = _of_numbers(course) if course.n else []
+    return [_LOST, *of_numbers] if course.lost else of_numbers
+
+
+def _per_token(course: Course) -> float | None:
+    """Nats per token that are enough for the last ratio if each completion gets one weight; `None` if unknown."""
+    if course.length is None or not course.n:
+        return None
+    return -math.log(max(course.last, 1e-300)) / max(course.length[1], 1)
+
+
+def _of_numbers(course: Course) -> list[Suspicion]:
+    """Possible reasons for the ratios that are numbers."""
     if course.fell:
         if course.sudden:
             return [_BROKEN, _MISMATCH]
@@ -160,6 +188,8 @@ def suspicions(course: Course) -> list[Suspicion]:
         return [_FROM_THE_START]
     if course.last >= LOW and course.first >= LOW:
         return [_DIPS] if course.dips else []
+    if (_per_token(course) or 0.0) > _MUCH:
+        return [_FROM_THE_START, _DISTORTED]
     return [_LENGTH, _DISTORTED]
 
 
@@ -186,10 +216,15 @@ def headline(found: Sequence[Suspicion]) -> str:
 def detail(course: Course) -> str:
     """Sentences on what the log shows."""
     first, last = course.steps
-    parts = [
-        f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log entries, "
-        f"steps {first} to {last})."
-    ]
+    parts = []
+    if course.n:
+        parts.append(
+            f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log entries, "
+            f"steps {first} to {last})."
+        )
+    if course.lost:
+        entries = "1 log entry is" if course.lost == 1 else f"{course.lost} log entries are"
+        parts.append(f"The ratio of {entries} NaN or infinite, first in step {course.first_lost}.")
     if course.fell:
         parts.append(f"Most of the drop is between step {course.fall[0]} and step {course.fall[1]}.")
     if course.gap is not None:
@@ -203,8 +238,7 @@ def detail(course: Course) -> str:
         )
     if course.length is not None:
         parts.append(f"Completions average {course.length[0]:.0f} and then {course.length[1]:.0f} tokens.")
-    if course.length is not None and 0 < course.last < LOW and not course.fell:
-        per_token = -math.log(course.last) / max(course.length[1], 1)
+    if (per_token := _per_token(course)) is not None and 0 < course.last < LOW and not course.fell:
         parts.append(
             f"If each completion gets one weight, {number(per_token)} nats per token are enough for this ratio."
         )
@@ -228,10 +262,11 @@ def write_json(course: Course) -> str:
         {"cause": it.name, "title": it.title, "why": it.text, "remedy": it.remedy, "settings": it.settings}
         for it in found
     ]
+    ratio = {"first": course.first, "last": course.last, "lowest": course.lowest}
     document = {
         "verdict": "suspicion" if found else "nothing",
         "healthy": not found,
-        "ratio": {"first": course.first, "last": course.last, "lowest": course.lowest, "entries": course.n},
+        "ratio": {name: None if math.isnan(x) else x for name, x in ratio.items()} | {"entries": course.n},
         "steps": course.steps,
         "causes": causes,
     }
