@@ -38,9 +38,11 @@ IN_SHORT = {
     "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
     "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
+    "leave": "With fresh weights, `auto` did harm: [set another correction](#the-correction-to-set).",
     "close": "Find out [where the gap comes from](debugging.md#k3_kl-grows).",
     "closer": "[Make the gap smaller](debugging.md#make-the-gap-smaller).",
-    "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss; corrections of this package leave them out.",
+    "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss with a ratio of 1; corrections of this "
+    "package leave them out.",
     "correct": "[Set a correction](#the-correction-to-set) that fits the age of the weights.",
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
     "product of its tokens' ratios.",

@@ -31,7 +31,7 @@ CLASSES = {
 }
 MODE = "vllm_importance_sampling_mode"
 HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
-TRL = {"rollout_correction": "trl"}
+TRL, AUTO = {"rollout_correction": "trl"}, {"rollout_correction": "auto"}
 # Trainer and fields of a run, by mode
 MODES = {
     **{
@@ -41,9 +41,10 @@ MODES = {
     "trl without correction": ("GRPO", {**HERE, **TRL, "vllm_importance_sampling_correction": False}),
     "trl with a server": ("GRPO", {**SERVER, **TRL}),
     "trl for RLOO": ("RLOO", {**HERE, **TRL}),
-    "auto": ("GRPO", HERE),
-    "auto with a server": ("GRPO", SERVER),
-    "auto for RLOO": ("RLOO", HERE),
+    "auto": ("GRPO", {**HERE, **AUTO}),
+    "auto with a server": ("GRPO", {**SERVER, **AUTO}),
+    "auto for RLOO": ("RLOO", {**HERE, **AUTO}),
+    "auto with a sampler of one's own": ("GRPO", AUTO),
     "a sampler of one's own": ("GRPO", {}),
     "bypass": ("GRPO", {**HERE, "rollout_correction": "bypass_ppo_clip"}),
     "bypass with weights of completions": ("RLOO", {**HERE, "rollout_correction": "bypass_pg_is"}),
@@ -54,7 +55,7 @@ MODES = {
     "bounds beside a preset": ("GRPO", {**HERE, "rollout_correction": "auto", "rollout_is_threshold": 2.0}),
     "rejection": ("GRPO", {**HERE, "rollout_correction": "decoupled_geo_rs_token_tis"}),
     "disabled": ("GRPO", {**HERE, "rollout_correction": "disabled"}),
-    "only measured": ("GRPO", {**HERE, "rollout_metrics_only": True}),
+    "only measured": ("GRPO", {**HERE, **AUTO, "rollout_metrics_only": True}),
     **({"asynchronous": ("AsyncGRPO", {}), "asynchronous trl": ("AsyncGRPO", TRL)} if HAS_ASYNCHRONOUS else {}),
 }
 KNOWN = {name for config_class in CLASSES.values() for name in config_class.__dataclass_fields__}
@@ -123,6 +124,12 @@ STATES = {
     "fresh": {},
     "start": {"k3_kl": 0.3, "kl": 0.3},
 }
+# Modes with a correction that takes single tokens out of the gradient, or whose advice has one whatever the age
+REJECT = {
+    "auto", "auto with a server", "auto for RLOO", "auto with a sampler of one's own", "bounds beside a preset", "rejection",
+    "bypass", "bypass with weights of completions", "weights of completions by a preset", "weights of turns",
+    "trl with sequence_mask", "trl with token_mask", "trl with a server", "asynchronous", "asynchronous trl",
+}  # fmt: skip
 # By state: the age of the oldest completion
 AGES = {"open": None, "old": 8.0, "fresh": 0.0}
 TOKEN_TRUNCATE = {"rollout_correction": "trl", MODE: "token_truncate"}
@@ -156,7 +163,7 @@ def test_the_correction_for_a_gap_depends_on_the_age(mode):
         assert (old.best.settings, old.fresh) in ((stale, None), ({}, None))
         assert unknown.best == old.best
         assert (unknown.fresh is None) == (fresh == stale)
-        if mode == "a sampler of one's own":  # which counts as fresh unless it reports its weights
+        if mode.endswith("a sampler of one's own"):  # which counts as fresh unless it reports its weights
             assert known == unknown
         else:
             assert known == (unknown.fresh or unknown.best, None)
@@ -178,6 +185,33 @@ def test_an_alarm_names_the_correction_for_the_age(mode, state):
     best, fresh = advise(config.settings, AGES[state], vars(config))
     expected = [it.settings for it in (best, fresh) if it is not None and it.settings]
     assert [{**({"rollout_correction": "trl"} if MODE in it else {}), **it} for it in said] == expected
+
+
+LEAVES = {
+    "auto": TOKEN_TRUNCATE,
+    "auto with a server": TOKEN_TRUNCATE,
+    "auto for RLOO": {"rollout_correction": "decoupled_token_is"},
+    "auto with a sampler of one's own": {"rollout_correction": "decoupled_token_is"},
+    "bounds beside a preset": TOKEN_TRUNCATE,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state", AGES)
+def test_a_run_on_auto_with_fresh_weights_is_told_to_leave_it(mode, state):
+    """With fresh weights and a gap, all runs on `auto` lost accuracy, and none on TRL's `token_truncate` did."""
+    config, metrics = of_mode(mode), {f"{PREFIX}{name}": x for name, x in {**METRICS, **STATES[state]}.items()}
+    window = Window({**metrics, "step": 12}, config.settings, fields=vars(config))
+    window.course.add(window)
+    text = fill(BOUNDS["k3_corrected"].advice, window, value=0.05, limit=0.03, side="above")
+    said = [*alternatives(text), {}][0]
+    told = LEAVES.get(mode, {}) if state != "old" else {}
+    assert said == told, text
+    assert text.startswith("If the weights that sample are fresh: ") == (
+        bool(told) and (state == "open" or mode.endswith("a sampler of one's own"))
+    )
+    if told:
+        follow(mode, text)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -215,6 +249,10 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
         assert {key: getattr(after, key) for key in settings} == settings
         if name == "whole_completions":
             assert after.settings.rollout_is == "token"
+        if CAUSES.get(name, EFFECTS.get(name)).correction == "rejecting" and age == 0.0:
+            assert ("have not trained with such tokens" in text) == (mode not in REJECT), text
+        if age == 8.0:
+            assert "have not trained with such tokens" not in text
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -552,6 +552,16 @@ def test_a_run_without_correction_is_not_told_about_its_effective_learning_rate(
 # Several --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("value", "told"), [(16.4, "16.4"), (17.0, "17")])
+def test_a_value_is_not_written_as_the_limit_that_it_has_passed(value, told):
+    """ "0.8, below 0.8" was said of 0.798, and "up to 16 optimizer steps" of a bound of 16."""
+    [finding] = examine(history(*[{**CORRECTED, "staleness_max": value}] * 3), config())
+    assert f"up to {told} optimizer steps" in finding.seen
+    low = {**CORRECTED, "rollout_is_mean": 0.4998}
+    [finding] = examine(history(*[low] * 6), config())
+    assert "is 0.4998, below 0.5" in finding.seen
+
+
 def test_one_finding_per_cause():
     ill = {**CORRECTED, "effective_lr": 0.0, "rollout_rs_masked_fraction": 1.0, "staleness_max": 40.0}
     findings = examine(history(*[ill] * 9), config())
@@ -563,7 +573,8 @@ def test_one_finding_per_cause():
     [
         ({}, "The loss leaves out such tokens."),
         ({"rollout_nan_policy": "neutralize"}, "takes their ratio as 1"),
-        ({"rollout_correction": "trl"}, "They stay in TRL's loss."),
+        ({"rollout_correction": "trl"}, "They stay in TRL's loss, with a ratio of trainer to sampler of 1."),
+        ({"rollout_correction": "disabled"}, "They stay in the loss, which is not corrected."),
         (None, "By default, corrections of this package leave out such tokens."),
     ],
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from ...messages import capitalized
-from ..monitor.advice import STALE_WEIGHTS, Advice, advise, with_fresh
+from ..monitor.advice import STALE_WEIGHTS, Advice, advise, to_leave, with_fresh
 from ..text import number, percent, yaml_lines
 from ..translation.setting_files import settings_of_run
 from .effects import EFFECTS
@@ -93,13 +93,15 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run uses this already: {done}. {cause.otherwise}"
     advice, settings = _advice(diagnosis), settings_of_run(run)
+    if cause.correction == "rejecting" and _only_weighs(advice, run):
+        text += f" {_UNMEASURED}"
     if cause.correction and (_corrects(run, rejecting=cause.correction == "rejecting") or not advice.best.settings):
         if diagnosis.healthy and not cause.normal:
             return (
                 f"Nothing, because the run corrects for it already. To make the gap smaller: {text[:1].lower()}{text[1:]}",
                 missing,
             )
-        return f"{text} The run corrects for the rest already.", missing
+        return f"{text} The run corrects for the rest already. {to_leave(advice, settings)}".rstrip(), missing
     correction = advice.best.settings if cause.correction else {}
     beside = advice.best.remove if cause.correction else ()
     if "rollout_correction" in missing and settings is not None:
@@ -109,6 +111,20 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if cause.correction and advice.fresh is not None:
         text += f" The preset is for {STALE_WEIGHTS}; {with_fresh(advice.fresh, settings)}."
     return text, {**missing, **correction}
+
+
+_UNMEASURED = (
+    "Weights of tokens limit such a token, and do not reject it. We have not trained with such tokens and fresh weights, so "
+    "it is open which of the two is better."
+)
+
+
+def _only_weighs(advice: Advice, run: Mapping[str, object]) -> bool:
+    """True if the correction for fresh weights, advised or in effect, rejects no token."""
+    if _corrects(run, rejecting=True):
+        return False
+    advised = advice.best.settings.get("rollout_correction", "trl")
+    return advice.fresh is not None or advised in ("trl", "decoupled_token_is")
 
 
 # Settings that `rollout_correction: trl` refuses, and the setting of TRL with the same effect

@@ -151,3 +151,24 @@ def to_set(correction: Correction, run: Settings | None) -> str:
     *first, last = pairs
     remove = f" (and remove {', '.join(f'`{name}`' for name in correction.remove)})" if correction.remove else ""
     return f"set {' and '.join(filter(None, [', '.join(first), last]))}{remove}"
+
+
+def to_leave(advice: Advice, run: Settings | None) -> str:
+    """
+    A sentence for a run with weights together with a trust region, as `auto` has them, whose
+    completions are fresh or may be: what to set in their place. Empty for others.
+    """
+    in_place = advice.best if advice.fresh is None else advice.fresh
+    if run is None or in_place.settings.get("rollout_correction") not in (
+        _OF_TRL["rollout_correction"],
+        _OURS["rollout_correction"],
+    ):
+        return ""
+    region = any(criterion.directed for criterion in run.criteria)
+    if run.bypass_mode or not run.corrects or run.bounding is None or not region:
+        return ""
+    doubt = "" if advice.fresh is None else "if the weights that sample are fresh: "
+    return capitalized(
+        f"{doubt}weights together with a trust region, as `auto` has them, did harm in our runs with fresh weights and such a "
+        f"gap, and token weights did not, so {to_set(in_place, run)}."
+    )

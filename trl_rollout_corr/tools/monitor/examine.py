@@ -21,6 +21,18 @@ from .windows import Course, Window, is_training_window
 _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 
 
+class _Told(float):
+    """A value that has passed a limit, with so many digits in a text that it is not written as the limit."""
+
+    limit: float
+
+    def __format__(self, form: str) -> str:
+        text = format(float(self), form)
+        if text != f"{self.limit:g}":
+            return text
+        return next((longer for n in range(3, 17) if (longer := f"{float(self):.{n}g}") != text), text)
+
+
 class Examiner:
     """
     Applies the rules to one logging window after the other. `limits` replaces the limits of bounds
@@ -86,7 +98,9 @@ class Examiner:
     @staticmethod
     def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
         side = "below" if bound.below else "above"
-        seen = fill(bound.seen, window, value=value, limit=limit, side=side)
+        told = _Told(value)
+        told.limit = limit
+        seen = fill(bound.seen, window, value=told, limit=limit, side=side)
         why, advice = fill(bound.why, window), fill(bound.advice, window)
         if not window.corrects and bound.key.startswith(_EFFECTS):
             seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"

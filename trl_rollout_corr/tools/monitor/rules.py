@@ -83,7 +83,7 @@ RULES = [
             "far": 10.0,
             "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and {corrects}.",
             "why": "{corrected}",
-            "advice": "{close}",
+            "advice": "{leave} {close}",
             "applies": lambda window: window.corrects is not False,
         },
         key="k3_kl",

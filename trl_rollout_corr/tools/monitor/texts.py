@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from string import Formatter
 
-from .advice import STALE_WEIGHTS, Advice, advise, in_words
+from .advice import STALE_WEIGHTS, Advice, advise, in_words, to_leave
 from .windows import Window
 
 
@@ -138,7 +138,8 @@ _BROKEN = {
     "drop": "The loss leaves out such tokens.",
     "neutralize": "The loss keeps such tokens and takes their ratio as 1 where the sampler's number is missing.",
     "raise": "",
-    "trl": "They stay in TRL's loss.",
+    "trl": "They stay in TRL's loss, with a ratio of trainer to sampler of 1.",
+    "uncorrected": "They stay in the loss, which is not corrected.",
     "unknown": "By default, corrections of this package leave out such tokens.",
 }
 
@@ -148,7 +149,9 @@ def _about_broken(window: Window) -> str:
     settings = window.settings
     if settings is None:
         return _BROKEN["unknown"]
-    return _BROKEN["trl" if settings.by_trl else settings.rollout_nan_policy]
+    if settings.by_trl:
+        return _BROKEN["trl"]
+    return _BROKEN[settings.rollout_nan_policy] if settings.corrects else _BROKEN["uncorrected"]
 
 
 def _token_level(window: Window) -> str:
@@ -307,6 +310,7 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "diagnose": lambda window: _DIAGNOSE[window.settings is not None and window.settings.rollout_diagnose],
     "cut": _cut,
     "corrects": lambda window: _UNKNOWN if window.settings is None else "the run corrects for it",
+    "leave": lambda window: to_leave(_advice(window), window.settings),
     "close": lambda window: _CLOSE[origin(window)],
     "closer": lambda window: _FROM_THE_START if origin(window) == "start" else _CLOSER,
     "no_tokens": _no_tokens,
