@@ -871,21 +871,44 @@ def test_faults_leave_a_model_as_it_was(maker):
 
 
 class WithoutSome(StaleSampler):
-    """Returns None for one token of each step, and the trainer's own log-probabilities for the others."""
+    """Returns `values` for some tokens of a completion in each step, and the trainer's log-probabilities for the others."""
+
+    def __init__(self, path: str, values: list[float | None]):
+        super().__init__(path, noise=0.0, min_length=6)
+        self.values = values
 
     def __call__(self, prompts, trainer) -> dict:
         result = super().__call__(prompts, trainer)
-        result["logprobs"][1][2] = None
+        result["logprobs"][1][2 : 2 + len(self.values)] = self.values
+        del result["logprobs"][1][len(result["completion_ids"][1]) :]
         return result
 
 
-def test_none_for_one_token_is_no_broken_row_of_logits(tiny_model_path, tmp_path, capsys):
+def train_without_some(tiny_model_path, folder, values):
     trainer = build(
-        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path,
-        sampler=WithoutSome(tiny_model_path, noise=0.0, min_length=6), max_steps=2, learning_rate=0.0,
-        per_device_train_batch_size=8, num_generations=4, rollout_dump_dir=str(tmp_path / "dump"),
+        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, folder,
+        sampler=WithoutSome(tiny_model_path, values), max_steps=2, learning_rate=0.0,
+        per_device_train_batch_size=8, num_generations=4, rollout_dump_dir=str(folder / "dump"),
     )  # fmt: skip
     trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("value", "cause", "said"), [(None, "missing", "are None, 0 NaN"), (math.nan, "nan_rows", "is NaN")]
+)
+def test_none_to_the_end_of_a_completion_is_no_nan(tiny_model_path, tmp_path, capsys, value, cause, said):
+    """An API may return the log-probabilities of the first tokens alone. NaN in the cache makes all later rows NaN."""
+    train_without_some(tiny_model_path, tmp_path, [value] * 8)
+    capsys.readouterr()
+    assert main(["diagnose", str(tmp_path / "dump")]) == 1
+    assert [x.name for x in diagnose(read_tokens(tmp_path / "dump")).findings] == [cause]
+    assert said in capsys.readouterr().out
+    rows = read_dump(tmp_path / "dump").rows
+    assert any(None in row["rollout_logps"] for row in rows) == (value is None)
+
+
+def test_none_for_one_token_is_no_broken_row_of_logits(tiny_model_path, tmp_path, capsys):
+    train_without_some(tiny_model_path, tmp_path, [None])
     capsys.readouterr()
     assert main(["diagnose", str(tmp_path / "dump")]) == 1
     said = capsys.readouterr().out

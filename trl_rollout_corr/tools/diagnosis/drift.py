@@ -21,6 +21,7 @@ _STILL = 1e-7
 _LIKELY = 0.85  # certainty of a cause that resembles a prompt that was trained on before
 _ALIKE = 0.05  # log-ratios of one token repeat from this correlation on
 _SURELY = 0.6  # statistic from which a gap surely grows
+_PROOF = 10.0  # statistic of an old cache that was seen
 NONE, _HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it
 _EVERYWHERE = 0.3  # share of the usual gap that every completion shows if all come from old weights
 
@@ -130,7 +131,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     share = onset.share if onset is not None and begun else 1.0
     # without the first step, any fault looks the same if it depends on what the rewards depend on,
     # such as the length
-    most = 0.99 if begun else POSSIBLE
+    known = age > 0 or np.isnan(o.staleness).any()  # samples that are announced as fresh may have an old cache
+    most = 0.99 if begun and known else POSSIBLE
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
 
 
@@ -344,8 +346,21 @@ def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
 def prefix_cache(o: DumpedTokens) -> Evidence | None:
     """
     Test whether only completions of prompts from an earlier step show the gap, although all samples
-    are announced as fresh. Then keys and values of old weights are read again.
+    are announced as fresh. Then keys and values of old weights are read again. A colocated vLLM
+    that was seen to read its cache after a push is a proof, if the first step shows no gap.
     """
+    evidence, noted = _of_prompts_seen_before(o), o.about.get("prefix_cache", "")
+    if not noted or complete_at_once(o) or _as_small_as_rounding(o):
+        return evidence
+    if evidence is None or not evidence.statistic:
+        numbers = {"first": first_step(o), "gap": rms(o.d[o.core])}
+        evidence = Evidence(1.0, 1.0, numbers, "|d| is {first} in the first step of the dump and {gap} over all steps")
+    words = f"; vLLM took {noted} from its cache of prefixes"
+    return evidence._replace(statistic=max(evidence.statistic, _PROOF), words=words, most=0.99)
+
+
+def _of_prompts_seen_before(o: DumpedTokens) -> Evidence | None:
+    """Compare completions of prompts that came in an earlier step with those of new ones."""
     seen = _seen_before(o)
     later = (o.step > o.step.min()) & (o.lengths > 0)
     announced = np.isfinite(o.staleness).all() and not o.staleness.any()

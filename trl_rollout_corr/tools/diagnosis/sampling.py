@@ -5,10 +5,11 @@ penalties.
 
 import numpy as np
 
-from .evidence import Evidence, bounded, in_bins, mean, mean_of_equal, pearson
+from .evidence import POSSIBLE, Evidence, bounded, in_bins, mean, mean_of_equal, pearson
 from .observed import DumpedTokens
 
 
+_ERRORS = 5.0  # standard errors of a mean ratio, beyond which chance does not explain it
 _BEFORE = 8  # number of latest tokens that represent the tokens that could have been sampled instead
 
 
@@ -97,7 +98,15 @@ def penalty(o: DumpedTokens) -> Evidence | None:
         "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
         "the difference in log-odds correlates with the number of earlier occurrences ({correlation})"
     )
-    return Evidence(correlation, bounded(explained), numbers, sentence)
+    # tokens that were sampled with the penalised probabilities have a mean ratio of 1
+    most = POSSIBLE if _beyond_chance(np.exp(o.d.clip(-20, 5))) else 0.99
+    return Evidence(correlation, bounded(explained), numbers, sentence, most=most)
+
+
+def _beyond_chance(ratios: np.ndarray) -> bool:
+    """True if the mean of ratios differs from 1, the mean of samples of any sampler, by more than chance."""
+    error = float(ratios.std()) / max(len(ratios), 1) ** 0.5
+    return bool(abs(mean(ratios) - 1) > _ERRORS * error)
 
 
 def _log_odds(logps: np.ndarray) -> np.ndarray:
