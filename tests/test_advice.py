@@ -127,7 +127,7 @@ STATES = {
 # Modes with a correction that takes single tokens out of the gradient, or whose advice has one whatever the age
 REJECT = {
     "auto", "auto with a server", "auto for RLOO", "auto with a sampler of one's own", "bounds beside a preset", "rejection",
-    "bypass", "bypass with weights of completions", "weights of completions by a preset", "weights of turns",
+    "bypass", "weights of completions by a preset", "weights of turns",
     "trl with sequence_mask", "trl with token_mask", "trl with a server", "asynchronous", "asynchronous trl",
 }  # fmt: skip
 # By state: the age of the oldest completion
