@@ -145,7 +145,7 @@ def missing(o: DumpedTokens) -> Evidence | None:
 
 def _nan_of_sampler(o: DumpedTokens) -> np.ndarray:
     """Of each broken token, whether the sampler's log-probability is NaN, which was computed, and not None."""
-    return np.isnan(o.broken_rollout) & ~o.broken_missing
+    return np.asarray(np.isnan(o.broken_rollout) & ~o.broken_missing)
 
 
 def _in_a_run(o: DumpedTokens) -> np.ndarray:
