@@ -12,13 +12,22 @@ import yaml
 import trl_rollout_corr
 from tests.launching import HAS_ASYNCHRONOUS
 from trl_rollout_corr.messages import PREFIX, SettingWarning
+from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
 from trl_rollout_corr.tools.diagnosis.evidence import Evidence
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
-from trl_rollout_corr.tools.monitor.advice import ADVISED, advise
+from trl_rollout_corr.tools.monitor.advice import (
+    ADVISED,
+    STALE_WEIGHTS,
+    Advice,
+    Correction,
+    advise,
+    in_words,
+    known_age,
+)
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import fill
 from trl_rollout_corr.tools.monitor.windows import Window
@@ -253,6 +262,67 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
             assert ("have not trained with such tokens" in text) == (mode not in REJECT), text
         if age == 8.0:
             assert "have not trained with such tokens" not in text
+
+
+# Single branches --------------------------------------------------------------------------------------------------------
+
+
+def test_an_age_is_known_from_the_second_step_on():
+    """In the first step, all weights are fresh, whatever follows."""
+    assert [known_age(0.0, step) for step in (1, 2)] == [None, 0.0]
+    assert [known_age(2.0, step) for step in (1, 2)] == [2.0, 2.0]
+    assert [known_age(None, step) for step in (1, 5)] == [None, None]
+
+
+def test_steps_that_train_on_one_generation_do_not_make_it_stale():
+    fields = {**vars(of_mode("trl with sequence_mask")), "steps_per_generation": 8, "gradient_accumulation_steps": 2}
+    settings = of_mode("trl with sequence_mask").settings
+    named = [advise(settings, age, fields).best.settings["rollout_correction"] for age in (5.0, 6.0)]
+    assert named == ["trl", "auto"]  # the fourth step on a generation is 3 steps old by itself
+    once = {**fields, "steps_per_generation": 2}
+    assert advise(settings, 5.0, once).best.settings["rollout_correction"] == "auto"
+
+
+def test_a_dump_without_the_fields_of_trl_is_advised_by_its_settings():
+    ours = RolloutCorrectionConfig(rollout_correction="decoupled_seq_is").settings
+    weighs = of_mode("trl with sequence_mask").settings
+    assert [advise(x, 0.0, {}).best.settings for x in (weighs, ours)] == [
+        TOKEN_TRUNCATE,
+        {"rollout_correction": "decoupled_token_is"},
+    ]
+
+
+def test_an_unknown_run_is_told_everything_and_unless_it_has_it():
+    advice = advise(None, None, vars(of_mode("auto")))
+    assert (advice.best.settings, advice.fresh.settings) == ({"rollout_correction": "auto"}, TOKEN_TRUNCATE)
+    assert in_words(advice, None) == (
+        f"With {STALE_WEIGHTS}, set `rollout_correction` to auto; with fresher ones, set `rollout_correction` to trl and "
+        f"`{MODE}` to token_truncate, unless the run has it."
+    )
+    kept = Advice(Correction({"rollout_correction": "auto"}), Correction({}))
+    assert in_words(kept, of_mode("trl with token_truncate").settings).endswith(
+        "with fresher ones, the correction of the run is right."
+    )
+
+
+def test_fields_that_trl_refuses_are_to_be_removed():
+    config = built("GRPO", yaml.safe_dump({**HERE, **AUTO, "rollout_is_batch_normalize": True}))
+    assert advise(config.settings, 0.0, vars(config)).best.remove == ("rollout_is_batch_normalize",)
+    assert advise(config.settings, 0.0, vars(built("RLOO", yaml.safe_dump({**HERE, **AUTO})))).best.remove == ()
+
+
+@pytest.mark.parametrize(
+    ("age", "fields"),
+    [
+        (8.0, {**AUTO, "rollout_rs": None}),  # the weights of `auto`
+        (8.0, {**AUTO, "rollout_is": None}),  # its rejection
+        (0.0, {"bypass_mode": True, "rollout_loss_type": "reinforce", "rollout_is": "token"}),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_correction_is_not_the_correction(age, fields):
+    config = built("GRPO", yaml.safe_dump({**HERE, **fields}))
+    assert advise(config.settings, age, vars(config)).best.settings
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
