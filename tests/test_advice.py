@@ -27,6 +27,7 @@ from trl_rollout_corr.tools.monitor.advice import (
     advise,
     in_words,
     known_age,
+    to_leave,
 )
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import fill
@@ -303,6 +304,28 @@ def test_an_unknown_run_is_told_everything_and_unless_it_has_it():
     assert in_words(kept, of_mode("trl with token_truncate").settings).endswith(
         "with fresher ones, the correction of the run is right."
     )
+
+
+def test_what_a_run_has_is_not_named_again():
+    config = of_mode("trl with sequence_mask")
+    told = in_words(advise(config.settings, 0.0, vars(config)), config.settings)
+    assert told == f"Set `{MODE}` to token_truncate."
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (AUTO, True),
+        ({**AUTO, "rollout_is": None}, False),
+        ({"rollout_correction": "bypass_dppo_tv", "rollout_is": "token"}, False),
+    ],
+    ids=str,
+)
+def test_only_weights_together_with_a_region_are_to_be_left(fields, told):
+    """Without the weights, or in bypass mode, which was not judged with weights, nothing is said against the region."""
+    config = built("GRPO", yaml.safe_dump({**HERE, **fields}))
+    assert any(criterion.directed for criterion in config.settings.criteria)
+    assert bool(to_leave(advise(config.settings, 0.0, vars(config)), config.settings)) == told
 
 
 def test_fields_that_trl_refuses_are_to_be_removed():
