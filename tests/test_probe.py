@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+import trl_rollout_corr
 from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks, run
 from tests.tiny import build_model_with_code
@@ -17,6 +18,8 @@ from trl_rollout_corr.tools.diagnosis import read_tokens
 from trl_rollout_corr.tools.diagnosis.evidence import Evidence
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for, write_text
+from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
+from trl_rollout_corr.tools.monitor.advice import STALE_WEIGHTS
 from trl_rollout_corr.tools.probe.parts import (
     BODY,
     CACHE,
@@ -236,6 +239,24 @@ def test_a_probe_gives_one_answer_which_is_that_of_the_larger_share(share):
     else:
         assert yaml.safe_load(text.splitlines()[-1]) == {"fp16": True}
         assert "explains 2.5 % only" in text
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_the_answer_of_a_probe_names_a_correction_for_each_age(trainer, tmp_path):
+    """A probe samples with the trainer's weights, and does not know the age of those in the run."""
+    config_class = getattr(trl_rollout_corr, f"RolloutCorrected{trainer}Config")
+    config = config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, rollout_correction="disabled")
+    in_effect = settings_in_effect(config, config.settings)
+    finding = Finding("quantised", 0.99, 0.99, Evidence(1.0, 0.99, {}, "vLLM says so"))
+    diagnosis = Diagnosis("found", [finding], 0.1, 0.01, None, 1000, 10, in_effect)
+    first, _ = answers(no_dropout=0.0, pushed=0.0)
+    answer = answer_of(diagnosis, judged(first, {}, {}))
+    assert answer.settings == {"rollout_correction": "auto"}
+    fresh = {
+        "GRPO": "`rollout_correction` to trl and `vllm_importance_sampling_mode` to token_truncate",
+        "RLOO": "`rollout_correction` to decoupled_token_is",
+    }[trainer]
+    assert f"The preset is for {STALE_WEIGHTS}; with fresher ones, set {fresh}." in answer.text
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
+from trl_rollout_corr.tools.monitor.advice import STALE_WEIGHTS
 from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import examine
 from trl_rollout_corr.tools.report import facts as facts_module
@@ -610,6 +611,21 @@ def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, pag
     assert suggested == compared["recommendation"]["fields"]
     assert f"{RolloutCorrectionConfig(**SETTINGS).description}" in page.text
     assert "decoupled_geo_rs_token_tis with changes: " in page.text
+
+
+@pytest.mark.parametrize(
+    ("age", "preset", "why"),
+    [
+        (0, "decoupled_token_is", f"auto is for {STALE_WEIGHTS}, and all are fresher."),
+        (3, "auto", "This preset has no bounds to fit."),
+    ],
+)
+def test_the_card_with_settings_to_try_follows_the_age(age, preset, why, tmp_path, undrawn):
+    settings = {"rollout_correction": "disabled"}
+    folder = make_dump(tmp_path / "dump", spread=0.2, steps=2, age=age, settings=settings)
+    page = Page(write(folder, tmp_path / "report.html"))
+    assert settings_of(tmp_path / "report.html")[1] == {"rollout_correction": preset}
+    assert why in page.text
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["policies that agree", "no healthy step"])
