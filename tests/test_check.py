@@ -107,6 +107,9 @@ def test_a_file_without_a_sampler_is_told_so(check, trainer, text, message):
     [
         ("rollout_engine_kwargs: {quantisation: fp8}\n", "Did you mean 'quantization'?"),
         ("max_steps: 1.0e+400\n", "`max_steps` is inf"),
+        ("num_generations: 0\n", "TRL divides by one of these settings, which are 0: `num_generations`."),
+        ("learning_rate: .nan\n", "`learning_rate` is NaN"),
+        ("rollout_token_veto_threshold: 1.0e-4\n", "Write `rollout_rs: [seq_max_k1]`"),
         ("env: 5\n", "`env` must be a section"),
         ("sync_ref_model: true\n", "`beta` is 0"),
         ("use_peft: true\nload_in_4bit: true\nvllm_mode: server\n", "a server cannot read packed weights"),

@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from importlib.metadata import packages_distributions, version
 from typing import Any, NoReturn
 
-from ..messages import SelfContainedError, SettingError, __version__, nearest
+from ..messages import SelfContainedError, SettingError, __version__
 from .text import visible
+from .translation.names import instead_of
 from .translation.setting_files import read_document, read_file, system_of
 
 
@@ -122,7 +123,7 @@ def _check_settings(
     remarks: list[str] = []
     for name in [name for name in settings if name not in known]:
         if name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
-            mistakes.append(f"`{name}` is not a field of the configuration.{nearest(name, known)}")
+            mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
         else:
             remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
     config, refused, warned = _build(config_class, settings)
@@ -185,6 +186,9 @@ def _refused_by_trainer(config: Any, settings: Mapping[str, Any]) -> list[str]:
     whole = [field.name for field in fields(config) if type(field.default) is int]
     numbers = [(name, settings[name]) for name in whole if isinstance(settings.get(name), float)]
     mistakes = [f"`{name}` is {x}, and must be a whole number." for name, x in numbers if not x.is_integer()]
+    mistakes += [
+        f"`{name}` is NaN, which is no number." for name, x in settings.items() if isinstance(x, float) and x != x
+    ]
     packed = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
     if packed and settings.get("use_peft") and config.use_vllm and config.vllm_mode == "server":
         mistakes.append(
@@ -233,7 +237,14 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
         except (ArithmeticError, ValueError, TypeError, ImportError, OSError) as error:
             words = [error.field] if isinstance(error, SettingError) else []
             words += re.findall(r"\w+", str(error))
-            if gone.isdisjoint(words):  # otherwise an omitted setting may cause it
+            divides = isinstance(error, ZeroDivisionError)
+            zeros = [name for name, x in given.items() if divides and x == 0 and x is not False and name not in here]
+            if zeros:  # the error names no field
+                words += zeros
+                errors.append(
+                    f"TRL divides by one of these settings, which are 0: {', '.join(f'`{x}`' for x in zeros)}."
+                )
+            elif gone.isdisjoint(words):  # otherwise an omitted setting may cause it
                 errors.append(" ".join(str(error).split()))
             about = next((word for word in words if word in given and word not in here), None)
             if about is None:
