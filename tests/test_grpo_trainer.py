@@ -547,6 +547,17 @@ def test_broken_log_probabilities_leave_a_measured_run_alone(make, tiny_model_pa
     assert losses(make(sampler=sampler, rollout_correction="disabled")) == losses(make(GRPOTrainer, sampler=sampler))
 
 
+def test_trl_corrects_no_completions_of_a_rollout_function(make):
+    """TRL's own correction acts with `use_vllm` alone, so that a run on the default is not corrected here."""
+    trainer = make(rollout_correction="trl")
+    assert not trainer.args.settings.corrects
+    assert trainer.args.description == "trl: TRL's loss, unchanged: no correction"
+    assert losses(trainer) == losses(make(GRPOTrainer))
+    assert not logged(trainer, "rollout_is_mean")
+    of_vllm = RolloutCorrectedGRPOConfig("output", use_vllm=True, use_cpu=True, bf16=False, rollout_correction="trl")
+    assert of_vllm.settings.corrects
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sampler_without_a_single_finite_log_probability(make, tiny_model_path, mode):
     trainer = make(sampler=BrokenSampler(tiny_model_path, break_all), **MODES[mode])
