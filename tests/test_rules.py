@@ -562,6 +562,16 @@ def test_a_value_is_not_written_as_the_limit_that_it_has_passed(value, told):
     assert "is 0.4998, below 0.5" in finding.seen
 
 
+@pytest.mark.parametrize(("age", "harmless"), [(0.0, False), (4.0, True), (math.nan, True)])
+def test_no_age_is_a_comfort_about_fresh_weights(age, harmless):
+    """ "With a stale sampler the gap grows at first and shrinks later" was said of a sampler of age 0."""
+    healthy = {**CORRECTED, "k3_kl": 0.001, "kl": 0.001, "staleness_max": age}
+    ill = {**healthy, "k3_kl": 0.06, "kl": 0.06}
+    [finding] = [x for x in examine(history(*[healthy] * 8, *[ill] * 3), config()) if x.bound == "k3_corrected"]
+    assert ("harmless" in finding.why) == harmless
+    assert ("no age explains it" in finding.why) == (not harmless)
+
+
 def test_one_finding_per_cause():
     ill = {**CORRECTED, "effective_lr": 0.0, "rollout_rs_masked_fraction": 1.0, "staleness_max": 40.0}
     findings = examine(history(*[ill] * 9), config())

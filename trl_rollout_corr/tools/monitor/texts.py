@@ -57,6 +57,9 @@ _CORRECTED = {
     "open": "This may be harmless: with a stale sampler the gap grows at first and shrinks later. If it stays, another alarm "
     "follows.",
 }
+_CORRECTED_FRESH = (
+    "The weights that sample are announced as fresh, so no age explains it. If it stays, another alarm follows."
+)
 _CORRECTED_HUGE = {
     "old": f"{_FEW} {_OLD}",
     "start": "{rounding}",
@@ -290,6 +293,10 @@ def _uncorrected(window: Window) -> str:
 
 
 def _corrected(window: Window) -> str:
+    """Why a gap matters although the run corrects for it, or why it may be harmless."""
+    fresh = window.age is not None and window.age < 1  # its age explains nothing, and is no comfort
+    if fresh and origin(window) == "open" and _gap(window) <= HUGE:
+        return _CORRECTED_FRESH
     return _by_origin(_CORRECTED_HUGE if _gap(window) > HUGE else _CORRECTED, window)
 
 
