@@ -50,7 +50,7 @@ def differ(one: Mapping[int, float], other: Mapping[int, float], spread: float) 
 
 def wanted(cell: Scores) -> list[str]:
     """Arms that need seeds 1 and 2, by their scores with seed 0."""
-    first = {arm: by_seed[0] for arm, by_seed in cell.items() if arm != REFERENCE}
+    first = {arm: by_seed[0] for arm, by_seed in cell.items() if arm != REFERENCE and 0 in by_seed}
     best = max(first.values(), default=0.0)
     if best - min(first.values(), default=0.0) <= DIFFERS:
         return []
