@@ -37,7 +37,7 @@ ALWAYS_WRITTEN = {"rollout_correction", "output_dir", "model_name_or_path", "use
 SHORT, LONG = "fresh bf16, short completions", "fresh bf16, long completions"
 FRESH = {
     "grpo/cpu.yaml": SHORT,
-    "grpo/trl.yaml": LONG,
+    "grpo/trl.yaml": SHORT,
     "grpo/lora.yaml": LONG,
     "grpo/server.yaml": LONG,
     "grpo/agent.yaml": LONG,
