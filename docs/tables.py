@@ -51,7 +51,7 @@ IN_SHORT = {
     "token_level": "If each completion or turn gets a single weight, set `rollout_is` to token, or with "
     "`rollout_correction: trl` `vllm_importance_sampling_mode` to token_truncate.",
     "dropped": "If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`.",
-    "lower_cap": "Otherwise lower the cap on the weights if it is above 1; a higher cap never helps.",
+    "lower_cap": "Otherwise lower the cap on the weights if it is above 1; a higher cap did not help in our runs.",
     "bounds": "widen `rollout_rs_threshold` or `rollout_is_threshold`",
     "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
     "`env_mask` of your `rollout_func`.",

@@ -3,7 +3,7 @@ Asynchronous GRPO with rollout correction, on questions whose answer is a number
 learns.
 
     CUDA_VISIBLE_DEVICES=1 accelerate launch --config_file recipes/accelerate/single_gpu.yaml \\
-        examples/async_grpo.py --config recipes/async_grpo/token_is.yaml --server_devices 0
+        examples/async_grpo.py --config recipes/async_grpo/auto.yaml --server_devices 0
 
 With `--server_devices` the server is started here, on these GPUs, and stopped in the end. Without, it is one that runs
 already, at `--vllm_server_base_url`. Any recipe of recipes/async_grpo, any chat model and dataset: options on the command

@@ -6,7 +6,6 @@ The causes that a diagnosis knows, one record each: the test that finds the caus
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from ..monitor.advice import ADVISED
 from . import drift, precision, sampling, single_tokens
 from .evidence import Evidence
 from .observed import DumpedTokens
@@ -168,9 +167,9 @@ CAUSES: dict[str, Cause] = {
         "the policy's own updates",
         Test(drift.own_updates, 0.4, 0.6),
         "In bypass mode, a batch can be trained on several times. Its log-ratio then includes the updates since it was "
-        "sampled. The sampler is correct: judge its gap by the first visit of a batch. A preset of decoupled mode "
-        "measures sampler and updates separately.",
-        {"rollout_correction": ADVISED["decoupled"]},
+        "sampled. The sampler is correct, and you need not change anything: judge its gap by the first visit of a batch. "
+        "A preset of decoupled mode measures sampler and updates separately: `decoupled_token_is` with fresh weights, "
+        "`auto` with stale ones.",
     ),
     "never_pushed": Cause(
         "weights that are never pushed to the sampler",

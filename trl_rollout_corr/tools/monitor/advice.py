@@ -11,8 +11,8 @@ from ...settings.resolve import Settings
 
 # The preset to set for a gap, by mode. None of them needs bounds fitted to the run
 ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_dppo_tv"}
-# Age in optimizer steps from which weights count as stale. We compared corrections from an age of 3
-# on. Nothing was measured for younger weights, which count as fresh
+# Age in optimizer steps from which weights count as stale. Younger ones count as fresh. Only an
+# earlier comparison, whose runs are gone, had an age of 2
 STALE = 3
 STALE_WEIGHTS = f"stale weights ({STALE} steps old or more)"
 # With fresh weights, token weights replace `auto` (`docs/choosing.md`): TRL's own if the trainer

@@ -114,8 +114,8 @@ _TO_TOKENS = {
 }
 _LOWER_CAP = {
     "trl": "Lower `vllm_importance_sampling_clip_max` if it is above 1{or_set_preset}.",
-    "ours": "Lower `rollout_is_threshold` if it is above 1; a higher cap never helps.",
-    "unknown": "Otherwise lower the cap on the weights if it is above 1; a higher cap never helps.",
+    "ours": "Lower `rollout_is_threshold` if it is above 1; a higher cap did not help in our runs.",
+    "unknown": "Otherwise lower the cap on the weights if it is above 1; a higher cap did not help in our runs.",
 }
 _DROPPED = {
     "trl": "If `rollout_is_oob_ratio` is high, set `vllm_importance_sampling_mode` to token_truncate.",
