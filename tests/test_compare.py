@@ -521,7 +521,7 @@ def test_bad_settings_name_their_file(content, message, tmp_path, capsys):
 
 def test_settings_without_effect_are_warned_about(tmp_path, capsys):
     path = tmp_path / "idle.yaml"
-    path.write_text("rollout_loss_type: reinforce")
+    path.write_text("rollout_correction: auto\nrollout_loss_type: reinforce")
     assert main(["compare", str(make_dump(tmp_path / "dump", steps=1)), "--config", str(path)]) == 0
     error = capsys.readouterr().err
     assert error.startswith(f"warning: {path}: `rollout_loss_type` is set to 'reinforce' but has no effect")

@@ -815,7 +815,7 @@ def test_no_preset_is_warned_about(fields):
 
 @pytest.mark.parametrize(("value", "allowed"), [(-9999, False), (0.5, False), (math.nan, False), (math.inf, True)])
 def test_bounds_of_trl_are_refused_by_their_own_name(value, allowed):
-    fields = {"rollout_correction": "trl", "vllm_importance_sampling_clip_max": value}
+    fields = {"rollout_correction": "trl", "use_vllm": True, "vllm_importance_sampling_clip_max": value}
     if allowed:
         assert grpo(**fields).settings.bounding.upper == value
     else:

@@ -666,8 +666,12 @@ def test_the_whole_yaml_of_trl_comes_back_with_its_comments(convert, text):
     assert output == text.rstrip() + "\n" + LINE
     assert said == []
     assert written == {**yaml.safe_load(text), "rollout_correction": "trl"}
-    fields = {name: x for name, x in written.items() if name.startswith(("vllm_importance", "rollout", "output_dir"))}
-    config = RolloutCorrectedGRPOConfig(**fields, use_cpu=True)
+    fields = {
+        name: x
+        for name, x in written.items()
+        if name.startswith(("vllm_importance", "rollout", "output_dir", "use_vllm"))
+    }
+    config = RolloutCorrectedGRPOConfig(**fields, use_cpu=True, bf16=False)
     assert (config.settings.rollout_is, config.settings.rollout_is_threshold) == ("token", 2.0)
 
 

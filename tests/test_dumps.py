@@ -500,7 +500,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
-    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"4"
+    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"5"
 
 
 def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):

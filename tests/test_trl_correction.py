@@ -196,11 +196,13 @@ def test_no_other_correction_can_be_set_beside_it(make_config, fields):
 
 
 def test_weights_of_trl_cannot_be_measured_only():
-    for make_config in BUILDERS[:2]:
+    measured, sampling = {"rollout_metrics_only": True}, {"use_vllm": True}
+    for make_config, fields in ((BUILDERS[0], measured), (BUILDERS[1], {**measured, **sampling})):
         with pytest.raises(ValueError, match=r"`rollout_metrics_only` is .* keeps the loss of TRL"):
-            make_config(rollout_metrics_only=True)
-    with pytest.warns(match=r"`rollout_metrics_only` .* there is no correction"):
-        BUILDERS[2](rollout_metrics_only=True)  # TRL's RLOO has no weights
+            make_config(**fields)
+    for make_config in BUILDERS[1:]:  # TRL's RLOO has no weights, and its GRPO none without vLLM
+        with pytest.warns(match=r"`rollout_metrics_only` .* there is no correction"):
+            make_config(**measured)
 
 
 def test_without_fields_of_trl_it_is_trls_default():
