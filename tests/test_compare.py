@@ -16,6 +16,7 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.tools.analysis import recompute
+from trl_rollout_corr.tools.analysis.recommend import recommend
 from trl_rollout_corr.tools.analysis.recompute import batch_of
 from trl_rollout_corr.tools.analysis.spread import (
     Spread,
@@ -252,6 +253,16 @@ def test_the_recommendation_depends_on_the_age_and_the_trainer(tmp_path, capsys)
     assert f"with fresher ones, set `rollout_correction` to trl and `{MODE}` to token_truncate." in text
     dump.append_log(folder, {"step": 3, "rollout_corr/staleness_max": 3.0})  # of which nothing is dumped
     assert "Recommended: auto." in compare(folder)
+
+
+def test_an_asynchronous_run_of_trls_loss_is_advised_for_stale_weights():
+    """TRL's asynchronous loss clips around the sampler, and no bypass preset takes its place."""
+    of_trl = {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None}
+    run = dataclasses.replace(RolloutCorrectionConfig(rollout_correction="trl").settings, rollout_is=None, **of_trl)
+    fields, reason = recommend(run, [], 0.05, 8.0, OF_TRAINER["async"])
+    assert fields == {"rollout_correction": "auto"}
+    assert "stale" not in reason
+    assert "fresher" not in reason
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...messages import PREFIX
 from ...settings.resolve import Settings
-from ..monitor.advice import ADVISED, STALE_WEIGHTS, advise, has_preset, with_fresh
+from ..monitor.advice import STALE_WEIGHTS, advise, has_preset, preset_for_stale, with_fresh
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.rule import Alarm
 
@@ -45,7 +45,7 @@ def recommend(
             {}, f"The root mean square of the log-ratio is {spread:.2g} nats. A correction would change nothing."
         )
     best, fresh = advise(run, age, fields)
-    preset, reason = ADVISED[run.mode], "This preset has no bounds to fit."
+    preset, reason = preset_for_stale(run), "This preset has no bounds to fit."
     if best.settings and best.settings["rollout_correction"] != preset:
         if spread <= _SMALL and not alarms and not run.changes_loss:
             return Advice(

@@ -46,8 +46,7 @@ def advise(settings: Settings | None, age: float | None, fields: Mapping[str, An
     completion in optimizer steps. Both are `None` if unknown. `fields` are the known fields of TRL,
     by name.
     """
-    bypasses = settings is not None and settings.bypass_mode and not settings.by_trl
-    stale = {"rollout_correction": ADVISED[settings.mode if settings is not None and bypasses else "decoupled"]}
+    stale = {"rollout_correction": preset_for_stale(settings)}
     for_fresh = _for_fresh(settings, fields)
     if for_fresh is None or is_stale(age, fields):
         return Advice(_missing(stale, settings))
@@ -55,6 +54,12 @@ def advise(settings: Settings | None, age: float | None, fields: Mapping[str, An
     if age is None or fields.get("use_vllm") is False:
         return Advice(_missing(stale, settings), _missing(for_fresh, settings))
     return Advice(_missing(for_fresh, settings))
+
+
+def preset_for_stale(settings: Settings | None) -> str:
+    """The preset to set with stale weights. It keeps the mode of a correction of this package."""
+    keeps_mode = settings is not None and settings.bypass_mode and not settings.by_trl
+    return ADVISED[settings.mode if settings is not None and keeps_mode else "decoupled"]
 
 
 def is_stale(age: float | None, fields: Mapping[str, Any]) -> bool:
