@@ -17,7 +17,7 @@ from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
-from trl_rollout_corr.tools.arrival.push_checks import QUANTISED_UNMOVED
+from trl_rollout_corr.tools.arrival.push_checks import Unmoved
 from trl_rollout_corr.tools.arrival.rescore import Rescored
 from trl_rollout_corr.tools.monitor.bands import HEALTHY, in_words
 from trl_rollout_corr.tools.replay.router_hooks import Flips
@@ -57,12 +57,13 @@ def reported_keys() -> set[str]:
         train, rollout = torch.tensor([[-1.0], [-6.0]]), torch.tensor([[-1.0], [-0.5]])
         correction = compute_rollout_correction(train, rollout, ones, config, advantages=torch.tensor([1.0, -1.0]))
         keys |= {key.removeprefix(PREFIX) for key in correction.metrics()}
-    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, QUANTISED_UNMOVED, *rescored_keys())}
+    keys |= {key.removeprefix(PREFIX) for key in (*accounted_keys(), ALARMS, *keys_of_pushes())}
     return {documented_name(key) for key in keys}
 
 
-def rescored_keys() -> set[str]:
-    return {*Rescored.of({"fresh": torch.ones(2), "age": torch.ones(2)}).finish()}
+def keys_of_pushes() -> set[str]:
+    counted = Rescored.of({"fresh": torch.ones(2), "age": torch.ones(2)}), Unmoved.of({"quantised": torch.ones(2)})
+    return {key for sums in counted for key in sums.finish()}
 
 
 def documented_name(key: str) -> str:

@@ -6,20 +6,27 @@ holds, and check that frozen weights of the trainer do not change.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ...messages import PREFIX, notify
+from ...correction.sums import Applied, SegmentedSums, Sums
+from ...messages import notify
 from .engine import noting_cached, score_in_process
 from .fingerprints import read
 from .frozen import FrozenCheck
-from .rescore import SEE, Rescore, Rescored
+from .rescore import SEE, Rescore
 from .server import AdapterCheck, has_extension, read_server, replicas_of, score_text
 from .weights import WeightCheck
 
 
-QUANTISED_UNMOVED = f"{PREFIX}quantised_unmoved"
+class Unmoved(SegmentedSums):
+    """Sums of the shares of quantised tensors that did not change at a push."""
+
+    SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"quantised": ("shares", "pushes")}
+
+    def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
+        return {"quantised_unmoved": s["shares"] / pushes} if (pushes := s["pushes"]) else {}
 
 
 class PushChecks:
@@ -35,7 +42,7 @@ class PushChecks:
         self.adapters = AdapterCheck()
         self.old_cache = False  # keys and values of older weights were read
         self._told_replicas = False
-        self._counted: list[Rescored] = []  # since the latest batch
+        self._counted: list[Sums] = []  # since the latest batch
         ways = self._ask, self._counted.append, self._longest, self._reason_not_to_ask, self._replicas
         self.rescore = Rescore(pushes, *ways)
 
@@ -60,7 +67,7 @@ class PushChecks:
         folder = folder_of_adapter()
         if folder is None:
             self.weights.judge(step, announced=announced, doubt=self.pushes.doubt)
-            self._log_unmoved()
+            self._count_unmoved()
         elif self.pushes.server is not None:
             name = self.pushes.served_model
             self.adapters.pushed(self.pushes.server, name, folder, self.weights.trained(), step)
@@ -146,13 +153,11 @@ class PushChecks:
             return "vLLM's log-probabilities of a prompt are wrong with `speculative_config`"
         return ""
 
-    def _log_unmoved(self) -> None:
-        """
-        Log the share of quantised tensors that did not change at the last push. TRL averages over
-        pushes.
-        """
-        if self.weights.unmoved is not None:
-            self.trainer._metrics["train"][QUANTISED_UNMOVED].append(self.weights.unmoved)
+    def _count_unmoved(self) -> None:
+        """Count the share of quantised tensors that did not change. Every rank adds, as sums are gathered."""
+        share = self.weights.unmoved
+        seen = [0.0, 0.0] if share is None else [share, 1.0]
+        self._counted.append(Unmoved.of({"quantised": torch.tensor(seen, device=self.trainer.accelerator.device)}))
 
     def _on_any_rank(self, value: bool) -> bool:
         """True if the value is true on any rank. All ranks must call it."""
