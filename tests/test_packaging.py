@@ -115,16 +115,17 @@ def test_the_source_distribution_is_clean(built):
         "recipes/grpo/cpu.yaml",
         "examples/quickstart.py",
         "tests/test_packaging.py",
+        ".github/workflows/ci.yml",  # read by tests, as `AGENTS.md` is
         "LICENSE",
         "Makefile",
     ):
         assert needed in names
     allowed = {
-        "trl_rollout_corr", "benchmarks", "contributions", "docs", "examples", "recipes", "tests",
+        ".github", "trl_rollout_corr", "benchmarks", "contributions", "docs", "examples", "recipes", "tests",
     }  # fmt: skip
     files = {
-        ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md",
-        "README.zh-CN.md", "constraints.txt", "mkdocs.yml", "pyproject.toml",
+        ".gitignore", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO",
+        "README.md", "README.zh-CN.md", "constraints.txt", "mkdocs.yml", "pyproject.toml",
     }  # fmt: skip
     assert {name.split("/")[0] for name in names} == allowed | files
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".partial"))]
