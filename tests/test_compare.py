@@ -347,7 +347,7 @@ def test_after_an_alarm_about_bounds_there_are_bounds(tmp_path):
     ("settings", "preset"),
     [
         ({}, "auto"),
-        ({"rollout_correction": "bypass_ppo_clip_k3_rs"}, "bypass_ppo_clip"),
+        ({"rollout_correction": "bypass_ppo_clip_k3_rs"}, "bypass_dppo_tv"),
         ({"rollout_correction": "bypass_pg_is"}, "bypass_dppo_tv"),
     ],
 )

@@ -279,15 +279,15 @@ def test_no_token_in_the_loss_names_the_setting_that_did_it():
     [
         ({}, "auto"),
         ({"rollout_correction": "decoupled_geo_rs_token_tis"}, "auto"),
-        ({"rollout_correction": "bypass_ppo_clip_geo_rs"}, "bypass_ppo_clip"),
+        ({"rollout_correction": "bypass_ppo_clip"}, "bypass_dppo_tv"),
         ({"rollout_correction": "bypass_pg_is"}, "bypass_dppo_tv"),
     ],
 )
-def test_the_advised_preset_keeps_the_mode(fields, preset):
+def test_the_advised_preset_needs_no_old_policy_where_the_run_has_none(fields, preset):
     for age in (8.0, None):
         advised = advise(config(**fields), age, {}).best.settings
         assert advised == ({} if fields == {} else {"rollout_correction": preset})
-    assert config(rollout_correction=preset).mode == config(**fields).mode
+    assert config(rollout_correction=preset).bypass_mode == config(**fields).bypass_mode
     assert set(ADVISED.values()) <= set(PRESETS)
     assert advise(None, 8.0, {}).best.settings == {"rollout_correction": "auto"}
     named = f"Set `rollout_correction` to {preset}" in texts("k3_high", config(**fields), **STATES["old"])[2]
@@ -297,7 +297,7 @@ def test_the_advised_preset_keeps_the_mode(fields, preset):
 def test_the_diagnosis_advises_the_same(tmp_path, capsys):
     runs = {
         "auto": {"rollout_correction": "disabled"},
-        "bypass_ppo_clip": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_metrics_only": True},
+        "bypass_dppo_tv": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_metrics_only": True},
     }
     for preset, settings in runs.items():
         folder = make_dump(tmp_path / preset, spread=0.03, age=3, settings=settings)

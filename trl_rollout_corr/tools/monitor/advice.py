@@ -9,8 +9,9 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 
 
-# The preset to set for a gap, by mode. None of them needs bounds fitted to the run
-ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_ppo_clip", "reinforce": "bypass_dppo_tv"}
+# The preset to set for a gap, by mode. None needs bounds fitted to the run, and in bypass mode none
+# needs the old policy. `bypass_ppo_clip` kept the gain of fresh weights in fewest settings (`docs/choosing.md`)
+ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_dppo_tv", "reinforce": "bypass_dppo_tv"}
 # Age in optimizer steps from which weights count as stale. Younger ones count as fresh. Only an
 # earlier comparison, whose runs are gone, had an age of 2
 STALE = 3
@@ -57,7 +58,7 @@ def advise(settings: Settings | None, age: float | None, fields: Mapping[str, An
 
 
 def preset_for_stale(settings: Settings | None) -> str:
-    """The preset to set with stale weights. It keeps the mode of a correction of this package."""
+    """The preset to set with stale weights. A correction of this package stays in bypass mode or out of it."""
     keeps_mode = settings is not None and settings.bypass_mode and not settings.by_trl
     return ADVISED[settings.mode if settings is not None and keeps_mode else "decoupled"]
 
