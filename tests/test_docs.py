@@ -276,7 +276,7 @@ def test_the_manual_is_short():
     assert len(readme.partition("```")[0].split()) < 150  # before the first code
     pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
     assert len(pages) <= 18
-    assert sum(len(page.split()) for page in pages) <= 41_150
+    assert sum(len(page.split()) for page in pages) <= 42_500  # a command for several machines, and options of OpenRLHF
 
 
 # Which correction -----------------------------------------------------------------------------------------------------

@@ -91,6 +91,13 @@ def test_words_find_their_section_first(capsys):
         ("nan", "alarms#nonfinite_many"),
         ("collapse", "debugging#the-reward-falls"),
         ("staleness", "alarms#staleness"),
+        ("multi-node", "setups#several-machines"),
+        ("ESS", "alarms#effective_sample_size"),
+        ("rollout_is_eff_sample_size", "alarms#effective_sample_size"),
+        ("rloo", "choosing#special-cases"),
+        ("max_staleness", "setups#asynchronous"),
+        ("async", "setups#asynchronous"),
+        ("lora", "setups#adapters"),
     ],
 )
 def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typed, section):
@@ -98,6 +105,12 @@ def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typ
     said = capsys.readouterr().out
     assert f"docs {section}\n\n#" in said  # printed and not only listed
     assert "<!--" not in said
+
+
+def test_a_word_is_sought_at_the_beginning_of_words():
+    assert "docs alarms#staleness\n" not in document("ess")  # "ess" is in "staleness"
+    assert document("max_staleness").startswith("docs setups#asynchronous\n")
+    assert "docs alarms#effective_sample_size\n" in document("ective_sample_s")  # no word begins like this
 
 
 def test_keywords_are_no_text_of_a_page():

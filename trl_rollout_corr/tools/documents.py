@@ -61,9 +61,19 @@ def _without_comments(text: str) -> str:
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
     """
-    The sections with a word in their heading or keywords, or all sections with the word if they are
+    The sections in which a word has its beginning, or if there is none, in which a word contains it
+    ("ess" is in "staleness").
+    """
+    within = re.escape(word)
+    return _matching(rf"(?<!\w){within}", paths) or _matching(within, paths)
+
+
+def _matching(pattern: str, paths: dict[str, Path]) -> str:
+    """
+    The sections with a pattern in their heading or keywords, or all sections with it if they are
     few, and the first line of each other one.
     """
+    contains = re.compile(pattern, re.IGNORECASE).search
     found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and its lines with the word
     named = []  # sections with the word in their heading or keywords
     for page, path in paths.items():
@@ -71,8 +81,8 @@ def _containing(word: str, paths: dict[str, Path]) -> str:
         for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(raw)), (len(raw), "", 0)]):
             section = "\n".join(raw[first:last])
             lines, keywords = _without_comments(section).splitlines(), _KEYWORDS.findall(section)
-            hits = [line for line in lines if word.lower() in line.lower()]
-            if any(word.lower() in text.lower() for text in (lines[0], *keywords)):
+            hits = list(filter(contains, lines))
+            if any(map(contains, (lines[0], *keywords))):
                 named.append(f"docs {page}#{anchor}")
             elif not hits:
                 continue
