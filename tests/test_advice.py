@@ -154,10 +154,7 @@ def of_stale(settings):
 def for_fresh(mode):
     """What is advised with fresh weights."""
     trainer, fields = MODES[mode]
-    settings = of_mode(mode).settings
-    if trainer == "AsyncGRPO":
-        return of_stale(settings)
-    if trainer == "RLOO" or "use_vllm" not in fields:
+    if trainer != "GRPO" or "use_vllm" not in fields:
         return {"rollout_correction": "decoupled_token_is"}
     off = "vllm_importance_sampling_correction"
     return {**TOKEN_TRUNCATE, **({off: True} if off in fields else {})}

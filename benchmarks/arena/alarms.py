@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.resolve import Settings
-from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine
 from trl_rollout_corr.tools.monitor.rule import Alarm
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
@@ -29,7 +28,7 @@ ARCHIVE, DATA = HERE / "runs.jsonl.xz", HERE / "alarms.json"
 FALL = 0.1  # of held-out accuracy, below an own best
 IN_TIME = 5  # optimizer steps
 AUTO = ("auto", "cap3")  # arms of today's `auto`
-OFF = HEALTHY["k3_kl"][1] or math.inf
+OFF = 0.01  # a gap whose runs are counted, with weights of any age
 LARGE = (0.03, 0.1, 0.3, 1.0, 2.0)  # gaps whose runs are counted
 GAP = PREFIX + "k3_kl"
 

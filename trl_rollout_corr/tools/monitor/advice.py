@@ -49,7 +49,7 @@ def advise(settings: Settings | None, age: float | None, fields: Mapping[str, An
     """
     stale = {"rollout_correction": preset_for_stale(settings)}
     for_fresh = _for_fresh(settings, fields)
-    if for_fresh is None or is_stale(age, fields):
+    if is_stale(age, fields):
         return Advice(_missing(stale, settings))
     # the user's own sampler counts as fresh unless it reports the step of its weights
     if age is None or fields.get("use_vllm") is False:
@@ -87,11 +87,8 @@ def known_age(oldest: float | None, step: int) -> float | None:
     return None if oldest is None or (oldest < 1 and step <= 1) else oldest
 
 
-def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str, object] | None:
-    """Settings for fresh weights; `None` where stale weights need the same ones."""
-    asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
-    if asynchronous:
-        return None
+def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str, object]:
+    """Settings for fresh weights."""
     weighs = settings is not None and settings.by_trl and settings.bounding is not None
     if not (weighs and not fields) and not (fields.get("use_vllm") and MODE in fields):
         return {**_OURS}

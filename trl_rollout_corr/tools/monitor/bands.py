@@ -4,9 +4,10 @@
 # (`benchmarks/exact`). Rounding to bfloat16 causes more in most models.
 NEGLIGIBLE = 0.004
 
-# Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound.
+# Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound. With fresh
+# weights, runs with a lasting `k3_kl` of 0.009 collapsed, and rounding to bfloat16 gave 0.002.
 HEALTHY: dict[str, tuple[float | None, float | None]] = {
-    "k3_kl": (None, 0.01),
+    "k3_kl": (None, 0.005),
     "kl_advantage_positive": (None, 0.02),
     "chi2_token": (None, 1.0),
     "chi2_seq": (None, 10.0),
