@@ -202,6 +202,7 @@ def test_a_run_is_not_advised_the_settings_that_it_has(tmp_path):
 
 
 MODE = "vllm_importance_sampling_mode"
+FIELDS = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 OF_TRAINER = {  # fields of TRL, by trainer
     "grpo": {"per_device_train_batch_size": 8, "use_vllm": True, MODE: "sequence_mask"},
     "rloo": {"per_device_train_batch_size": 8, "use_vllm": True},
@@ -263,6 +264,26 @@ def test_an_asynchronous_run_of_trls_loss_is_advised_for_stale_weights():
     assert fields == {"rollout_correction": "auto"}
     assert "stale" not in reason
     assert "fresher" not in reason
+
+
+@pytest.mark.parametrize("trainer", OF_TRAINER)
+def test_the_row_of_trl_is_for_a_trainer_that_trl_corrects(tmp_path, trainer):
+    """TRL corrects nothing in RLOO, and its asynchronous loss clips around the sampler."""
+    rows = {it["name"] for it in document(of_age(make_dump(tmp_path, rows=8), lambda step: 0, trainer))["settings"]}
+    assert ("trl" in rows) == (trainer == "grpo")
+    assert {"auto", "disabled", "this run"} <= rows
+
+
+def test_no_bypass_preset_takes_the_place_of_trls_asynchronous_loss(tmp_path):
+    """TRL clips around the sampler there, which reads as bypass mode."""
+    clips = {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None, "rollout_is": None}
+    run = dataclasses.replace(RolloutCorrectionConfig(rollout_correction="trl").settings, **clips)
+    in_effect = {name: x for name, x in dataclasses.asdict(run).items() if name in FIELDS}
+    folder = of_age(make_dump(tmp_path, spread=0.05, logs=False), lambda step: step, "async")
+    with_settings(folder, **in_effect)
+    found = document(folder)
+    assert found["suggestion"]["rollout_correction"] == "decoupled_geo_rs_token_tis"
+    assert "| bypass_ppo_clip" not in compare(folder)
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

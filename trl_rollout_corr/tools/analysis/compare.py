@@ -15,7 +15,7 @@ from ...settings.presets import CORRECTION, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
 from ..dump.reading import open_dump
-from ..monitor.advice import ADVISED, MODE
+from ..monitor.advice import ADVISED, MODE, mode_to_keep, trl_corrects
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.examine import examine
 from ..text import number, three_decimals, yaml_lines
@@ -44,7 +44,7 @@ _COLUMNS = (
 )
 _THIS_RUN, _FITTED = "this run", "bounds that fit"
 _REFERENCE = "disabled"
-# Rejection by bounds that fit the sequences, by mode of the run, with token weights where the mode
+# Rejection by bounds that fit the sequences, by mode of the correction, with token weights where the mode
 # applies weights
 _REJECTING: dict[str, str] = {
     "decoupled": "decoupled_geo_rs_token_tis",
@@ -103,6 +103,8 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, run)
     settings = {_THIS_RUN: run, **({_FITTED: RolloutCorrectionConfig(**fitted).settings} if fitted else {})}
     presets = {name: RolloutCorrectionConfig(rollout_correction=name).settings for name in (_REFERENCE, *PRESETS)}
+    if "per_device_train_batch_size" in dump.settings and not trl_corrects(dump.settings):
+        del presets["trl"]  # which stands for TRL's correction of GRPO with vLLM
     chosen = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
     settings |= chosen
     row = str(best.settings.get("rollout_correction", _THIS_RUN))
@@ -122,7 +124,7 @@ def _fitted(spread: Spread, run: Settings) -> dict[str, Any] | None:
     """Settings with bounds that fit the spread; `None` if the policies hardly overlap."""
     lower, upper = suggest_bounds(spread)
     bounds = {"rollout_rs_threshold": [lower, upper]}
-    return {"rollout_correction": _REJECTING[run.mode], **bounds} if lower else None
+    return {"rollout_correction": _REJECTING[mode_to_keep(run)], **bounds} if lower else None
 
 
 def _effects(
@@ -155,7 +157,7 @@ def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     each mode, the preset with fitted bounds, and the presets in the mode of the run. In decoupled
     mode, which offers many, only presets that either weight or reject count.
     """
-    mode = run.mode
+    mode = mode_to_keep(run)
     named = {_REFERENCE, CORRECTION, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
     return [
         name

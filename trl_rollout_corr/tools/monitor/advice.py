@@ -58,9 +58,14 @@ def advise(settings: Settings | None, age: float | None, fields: Mapping[str, An
 
 
 def preset_for_stale(settings: Settings | None) -> str:
-    """The preset to set with stale weights. A correction of this package stays in bypass mode or out of it."""
-    keeps_mode = settings is not None and settings.bypass_mode and not settings.by_trl
-    return ADVISED[settings.mode if settings is not None and keeps_mode else "decoupled"]
+    """The preset to set with stale weights."""
+    return ADVISED[mode_to_keep(settings)]
+
+
+def mode_to_keep(settings: Settings | None) -> str:
+    """The mode of a run's next correction: bypass mode if a correction of this package uses it now."""
+    keeps = settings is not None and settings.bypass_mode and not settings.by_trl
+    return settings.mode if settings is not None and keeps else "decoupled"
 
 
 def is_stale(age: float | None, fields: Mapping[str, Any]) -> bool:
@@ -90,9 +95,17 @@ def known_age(oldest: float | None, step: int) -> float | None:
 def _for_fresh(settings: Settings | None, fields: Mapping[str, Any]) -> dict[str, object]:
     """Settings for fresh weights."""
     weighs = settings is not None and settings.by_trl and settings.bounding is not None
-    if not (weighs and not fields) and not (fields.get("use_vllm") and MODE in fields):
+    if not (weighs and not fields) and not trl_corrects(fields):
         return {**_OURS}
     return {**_OF_TRL, **({_SWITCH: True} if fields.get(_SWITCH) is False else {})}
+
+
+def trl_corrects(fields: Mapping[str, Any]) -> bool:
+    """
+    True if `rollout_correction: trl` corrects: GRPO with vLLM. TRL corrects nothing in RLOO and with
+    another sampler, and its asynchronous loss clips around the sampler.
+    """
+    return bool(fields.get("use_vllm")) and MODE in fields
 
 
 def _missing(advised: Mapping[str, object], run: Settings | None) -> Correction:
