@@ -22,6 +22,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
+from trl_rollout_corr.tools.diagnosis.text import OF_TRL
 from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.monitor.bands import in_words
 from trl_rollout_corr.tools.monitor.rule import Bound
@@ -48,11 +49,17 @@ IN_SHORT = {
     "product of its tokens' ratios.",
     "grown": "",
     "length": " of ... tokens on average",
-    "token_level": "If each completion or turn gets a single weight, set `rollout_is` to token, or with "
-    "`rollout_correction: trl` `vllm_importance_sampling_mode` to token_truncate.",
-    "dropped": "If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`.",
-    "lower_cap": "Otherwise lower the cap on the weights if it is above 1; a higher cap did not help in our runs.",
-    "bounds": "widen `rollout_rs_threshold` or `rollout_is_threshold`",
+    "token_level": "If each completion or turn gets a single weight, take weights of tokens: with `rollout_correction: trl`, "
+    "set `vllm_importance_sampling_mode` to token_truncate, or for stale weights `rollout_correction` to auto; with a "
+    "correction of this package, set `rollout_is` to token.",
+    "dropped": "If `rollout_is_oob_ratio` is high, do the same with `trl`; with a correction of this package, widen "
+    "`rollout_is_threshold`.",
+    "lower_cap": "If each token has its own weight, lower the cap if it is above 1: with `trl` "
+    "`vllm_importance_sampling_clip_max` (or take `auto` for stale weights); with a correction of this package "
+    "`rollout_is_threshold`. A higher cap did not help in our runs.",
+    "bounds": "with `trl`, set `vllm_importance_sampling_mode` to token_truncate, or for stale weights "
+    "`rollout_correction` to auto; with a correction of this package, widen `rollout_rs_threshold` or "
+    "`rollout_is_threshold`",
     "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
     "`env_mask` of your `rollout_func`.",
 }
@@ -182,6 +189,9 @@ def cause_sections(inside: str) -> str:
     text = {}
     for name, it in {**EFFECTS, **CAUSES}.items():
         more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
+        for ours in it.settings.keys() & OF_TRL.keys():
+            of_trl = ", ".join(f"`{line}`" for line in yaml_lines(OF_TRL[ours]).splitlines())
+            more = f"{of_trl} with `rollout_correction: trl`; {more} with a correction of this package"
         remedy = it.remedy.replace(HIDES, "Do not correct for it.")
         text[name] = wrapped(f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}")
     return sections(inside, text)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import trl_rollout_corr
-from tests.launching import HAS_ASYNCHRONOUS
+from tests.launching import HAS_ASYNCHRONOUS, ROOT
 from trl_rollout_corr.messages import PREFIX, SettingWarning
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
@@ -260,6 +260,38 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
             assert ("have not trained with such tokens" in text) == (mode not in REJECT), text
         if age == 8.0:
             assert "have not trained with such tokens" not in text
+
+
+# Clauses of a page that forbid something, or speak of a mode
+FORBIDS, OF_OURS = "Do not widen", "with a correction of this package"
+# Alarms that only a run with criteria can raise
+OF_CRITERIA = {"rejected", "vetoed"}
+
+
+def sections_of(page):
+    """Sections about alarms or causes of a page, by name."""
+    text = re.sub(r"<!--.*?-->", "", (ROOT / f"docs/{page}.md").read_text(), flags=re.DOTALL)
+    found = re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {name: " ".join(body.replace("\n>", "\n").split()) for name, body in found}
+
+
+@pytest.mark.parametrize("page", ["alarms", "causes"])
+def test_the_advice_of_a_page_can_be_followed_with_trl_unless_it_names_a_mode(page):
+    """`rollout_correction: trl`, the default, refuses the fields of our weights and rejection."""
+    sections, clauses = sections_of(page), []
+    assert len(sections) > 20
+    for name, text in sections.items():
+        whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+        for clause in re.split(r"(?<=[.;:]) ", whole):
+            of_ours = OF_OURS in clause or name in OF_CRITERIA
+            clauses.append((name, clause.replace("\0", " "), of_ours))
+    for _, clause, of_ours in clauses:
+        for advised in alternatives(clause):
+            of_mode("weights of completions by a preset" if of_ours else "trl with sequence_mask", **advised)
+    named = {clause: {*re.findall(r"`(rollout_(?:is|rs)\w*)[`:]", clause)} & KNOWN for _, clause, _ in clauses}
+    refused = [(name, clause) for name, clause, of_ours in clauses if named[clause] and not of_ours]
+    assert [(name, clause) for name, clause in refused if not clause.startswith(FORBIDS)] == []
+    assert any(named[clause] and of_ours for _, clause, of_ours in clauses)
 
 
 # Single branches --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import json
 import re
 import warnings
 from itertools import pairwise
@@ -30,6 +31,17 @@ ROOT = Path(__file__).parent.parent
 def test_parts_that_are_made_of_the_code_are_those_of_the_code(page):
     text = (ROOT / "docs" / page).read_text()
     assert text == made(text), "`make tables` writes them"
+
+
+def test_figures_about_alarms_are_those_of_the_record():
+    record = json.loads((ROOT / "benchmarks/arena/alarms.json").read_text())
+    alarm, collapses = record["alarms"]["gap_stays"], record["runs"]["corrected"]["collapse"]
+    others = sum(alarm[kind] for kind in ("corrected", "uncorrected", "fresh", "dip", "faulty"))
+    alarms, debugging = (" ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("alarms", "debugging"))
+    assert f"in time for {alarm['in_time']} of {collapses} collapses of corrected runs." in alarms
+    assert f"in {others} runs that did not collapse, of which {alarm['dip']} dipped." in alarms
+    assert f"it stopped none of the {record['any']['collapses']} in our runs." in debugging
+    assert record["any"]["stopped_collapses"] == 0
 
 
 def documented_keys() -> set[str]:

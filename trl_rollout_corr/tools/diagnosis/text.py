@@ -128,7 +128,7 @@ def _only_weighs(advice: Advice, run: Mapping[str, object]) -> bool:
 
 
 # Settings that `rollout_correction: trl` refuses, and the setting of TRL with the same effect
-_OF_TRL = {"rollout_is": {"vllm_importance_sampling_mode": "token_truncate"}}
+OF_TRL = {"rollout_is": {"vllm_importance_sampling_mode": "token_truncate"}}
 _OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")
 
 
@@ -136,7 +136,7 @@ def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tupl
     """Settings that are possible in a run and its mode, and sentences about the others."""
     in_effect = settings_of_run(run)
     if in_effect is not None and in_effect.by_trl:
-        settings = {name: x for ours in settings for name, x in _OF_TRL.get(ours, {ours: settings[ours]}).items()}
+        settings = {name: x for ours in settings for name, x in OF_TRL.get(ours, {ours: settings[ours]}).items()}
     written = "given" in run  # by a trainer, with its fields of TRL
     lacking = [name for name in settings if written and not name.startswith("rollout_") and name not in run]
     if lacking:
