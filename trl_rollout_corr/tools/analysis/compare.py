@@ -14,10 +14,11 @@ from ...settings.of_trl import given_to_trl
 from ...settings.presets import CORRECTION, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
-from ..dump.reading import open_dump
+from ..dump.reading import Dump, open_dump
 from ..monitor.advice import ADVISED, MODE, mode_to_keep, trl_corrects
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.examine import examine
+from ..monitor.rule import Alarm
 from ..text import number, three_decimals, yaml_lines
 from ..translation.of_trl import from_trl
 from ..translation.setting_files import read_config, read_settings
@@ -84,40 +85,64 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     dump = open_dump(path, _COLUMNS, worst=False)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")
-    sequences, run = dump.sequences, read_settings(dump.settings, "the settings in the dump")
-    if not sequences.sampled.any():
+    if not dump.sequences.sampled.any():
         raise ValueError(
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    findings = examine(log_of_dump(dump.path), run, num_iterations=iterations_of(dump.settings), fields=dump.settings)
+    run = read_settings(dump.settings, "the settings in the dump")
+    batch = batch_of(dump.sequences, dump.sequences.sampled)
+    spread = spread_of(batch)
+    alarms = examine(log_of_dump(dump.path), run, num_iterations=iterations_of(dump.settings), fields=dump.settings)
+    alarm = first_alarm(alarms)
+    best = recommend(run, alarms, spread.s, dump.age, dump.settings)
+    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, run)
+    presets = _presets(dump.settings)
+    shown = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
+    row, of_row = _recommended_row(best, presets)
+    settings = {
+        _THIS_RUN: run,
+        **({_FITTED: RolloutCorrectionConfig(**fitted).settings} if fitted else {}),
+        **shown,
+        **of_row,
+        **{file: read_config(file).settings for file in files},
+    }
+    notes = _notes(dump, run, alarm)
+    effects = _effects(batch, settings, clip_range(dump.settings), notes)
+    comparison = Comparison(batch, run, effects, len(presets) - len(shown), spread, notes, best, row, fitted)
+    return _as_json(comparison) if as_json else _as_markdown(comparison)
+
+
+def _presets(of_trl: Mapping[str, Any]) -> dict[str, Settings]:
+    """The settings of each preset that a run with these fields of TRL may take."""
+    presets = {name: RolloutCorrectionConfig(rollout_correction=name).settings for name in (_REFERENCE, *PRESETS)}
+    if "per_device_train_batch_size" in of_trl and not trl_corrects(of_trl):
+        del presets["trl"]  # which stands for TRL's correction of GRPO with vLLM
+    return presets
+
+
+def _recommended_row(best: Advice, presets: Mapping[str, Settings]) -> tuple[str, dict[str, Settings]]:
+    """The row of the table with the recommended settings, and its settings if no other row has them."""
+    row = str(best.settings.get("rollout_correction", _THIS_RUN))
+    mode = best.settings.get(MODE)
+    if mode is None:
+        return row, {}
+    row = f"{row} with {mode}"
+    return row, {row: dataclasses.replace(presets["trl"], **from_trl({MODE: mode}))}
+
+
+def _notes(dump: Dump, run: Settings, alarm: Alarm | None) -> list[str]:
+    """Sentences about a dump, an alarm about the policies, and TRL's own correction in the run."""
     notes = [f"{dump.sample}."] if dump.sample else []
-    if alarm := first_alarm(findings):
+    if alarm:
         notes.append(
             f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). For the bounds of a "
             "healthy step, name its file (step-*.parquet)."
         )
-    batch = batch_of(sequences, sequences.sampled)
-    spread = spread_of(batch)
-    best = recommend(run, findings, spread.s, dump.age, dump.settings)
-    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, run)
-    settings = {_THIS_RUN: run, **({_FITTED: RolloutCorrectionConfig(**fitted).settings} if fitted else {})}
-    presets = {name: RolloutCorrectionConfig(rollout_correction=name).settings for name in (_REFERENCE, *PRESETS)}
-    if "per_device_train_batch_size" in dump.settings and not trl_corrects(dump.settings):
-        del presets["trl"]  # which stands for TRL's correction of GRPO with vLLM
-    chosen = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
-    settings |= chosen
-    row = str(best.settings.get("rollout_correction", _THIS_RUN))
-    if mode := best.settings.get(MODE):
-        row = f"{row} with {mode}"
-        settings[row] = dataclasses.replace(presets["trl"], **from_trl({MODE: mode}))
-    settings |= {file: read_config(file).settings for file in files}
-    effects = _effects(batch, settings, clip_range(dump.settings), notes)
     if run.by_trl and (of_trl := given_to_trl(dump.settings)):
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
         notes.append(f"This run uses `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
-    comparison = Comparison(batch, run, effects, len(presets) - len(chosen), spread, notes, best, row, fitted)
-    return _as_json(comparison) if as_json else _as_markdown(comparison)
+    return notes
 
 
 def _fitted(spread: Spread, run: Settings) -> dict[str, Any] | None:
