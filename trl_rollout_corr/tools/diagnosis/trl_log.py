@@ -6,6 +6,7 @@ importance ratio between trainer and vLLM. A log contains only means, so it prov
 import json
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,6 +177,19 @@ def _per_token(course: Course) -> float | None:
     return -math.log(max(course.last, 1e-300)) / max(course.length[1], 1)
 
 
+def gap_of_ratio(ratio: float, length: float) -> float:
+    """
+    The `k3_kl` that gives completions of a length a mean weight with TRL's default, if log-ratios
+    are normal (`docs/trl.md` has the calculation).
+    """
+    low, high = 1e-9, 1e3  # variance of the logarithm of the weight of a completion
+    for _ in range(100):
+        v = math.sqrt(low * high)
+        mean = NormalDist().cdf((math.log(3) - v / 2) / math.sqrt(v))
+        low, high = (v, high) if mean > ratio else (low, v)
+    return low / (2 * max(length, 1))
+
+
 def _of_numbers(course: Course) -> list[Suspicion]:
     """Possible reasons for the ratios that are numbers."""
     if course.fell:
@@ -238,9 +252,10 @@ def detail(course: Course) -> str:
         )
     if course.length is not None:
         parts.append(f"Completions average {course.length[0]:.0f} and then {course.length[1]:.0f} tokens.")
-    if (per_token := _per_token(course)) is not None and 0 < course.last < LOW and not course.fell:
+    if course.length is not None and 0 < course.last < LOW and not course.fell:
+        enough = gap_of_ratio(course.last, course.length[1])
         parts.append(
-            f"If each completion gets one weight, {number(per_token)} nats per token are enough for this ratio."
+            f"If each completion gets one weight, as by TRL's default, a `k3_kl` of {number(enough)} is enough for this ratio."
         )
     return " ".join([*parts, f"A log contains means only, so it proves nothing. {_TO_FIND_OUT}"])
 
