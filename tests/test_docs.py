@@ -1,6 +1,7 @@
 """The documents say what the code does."""
 
 import json
+import math
 import re
 import warnings
 from itertools import pairwise
@@ -155,6 +156,66 @@ def test_the_examples_of_auto_are_what_it_computes():
         settings = RolloutCorrectionConfig(rollout_correction="auto")
         found = compute_rollout_correction(train, rollout, torch.ones(1, 1), settings, advantages=advantage)
         assert found.coefficients.item() == pytest.approx(float(factor), abs=1e-6)
+
+
+# Options of OpenRLHF, and fields of this package: `docs/verl.md` has them
+PER_TOKEN = {"rollout_is": "token", "rollout_is_threshold": math.inf}
+OPENRLHF = [
+    (("token", "mask", "ratio", 0.5, 5.0), {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}),
+    (
+        ("token", "clip", "ratio", 0.5, 5.0),
+        {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0], "rollout_is_clamp": True},
+    ),
+    (("token", "clip", "ratio", 0.0, 2.0), {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+    *(
+        (("seq", "mask", gate, low, high), {**PER_TOKEN, "rollout_rs": [criterion], "rollout_rs_threshold": [bounds]})
+        for gate, low, high, criterion, bounds in [
+            ("ratio", 0.5, 5.0, "seq_mean_k1", [0.5, 5.0]),
+            ("binary_kl", 0.0, 0.003, "seq_mean_binary_kl", 0.003),
+            ("tv", 0.0, 0.05, "seq_mean_tv", 0.05),
+        ]
+    ),
+]
+
+
+def factor_of_openrlhf(train: list[float], rollout: list[float], options: tuple) -> list[float]:
+    """Factor of each token of a completion on its gradient, as the documents of OpenRLHF describe it."""
+    level, mode, gate, low, high = options
+    ratios = [math.exp(p - q) for p, q in zip(train, rollout, strict=True)]
+    pairs = [(math.exp(q), math.exp(p)) for p, q in zip(train, rollout, strict=True)]  # sampler, trainer
+    numbers = {
+        "ratio": [math.log(r) for r in ratios],
+        "binary_kl": [q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) for q, p in pairs],
+        "tv": [abs(q - p) for q, p in pairs],
+    }[gate]
+    if level == "seq":
+        numbers = [sum(numbers) / len(numbers)] * len(numbers)
+    numbers = [math.exp(x) for x in numbers] if gate == "ratio" else numbers
+    if mode == "clip":
+        return [min(max(x, low), high) for x in numbers]
+    return [r if low <= x <= high else 0.0 for r, x in zip(ratios, numbers, strict=True)]
+
+
+@pytest.mark.parametrize(("options", "settings"), OPENRLHF, ids=str)
+def test_settings_of_openrlhf_give_each_token_the_same_factor(options, settings):
+    import yaml
+
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(64, 5, generator=generator).double() - 0.05
+    spread = torch.rand(64, 1, generator=generator).double() * 1.5
+    train = (rollout + spread * torch.randn(64, 5, generator=generator).double()).clamp(max=-0.01)
+    expected = [factor_of_openrlhf(p, q, options) for p, q in zip(train.tolist(), rollout.tolist(), strict=True)]
+    ones, signs = torch.ones(64, 5), torch.ones(64)
+    found = compute_rollout_correction(train, rollout, ones, RolloutCorrectionConfig(**settings), advantages=signs)
+    assert found.coefficients.double().numpy() == pytest.approx(torch.tensor(expected).double().numpy(), rel=1e-4)
+    assert (found.coefficients != 1).any()
+    assert (found.coefficients == 0).any() == (options[1] == "mask")
+    page = (ROOT / "docs/verl.md").read_text()
+    row = ", ".join(
+        f"`{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}`"
+        for name, value in settings.items()
+    )
+    assert any(f"`level {options[0]}`" in line and row in line for line in page.splitlines()), row
 
 
 DOCUMENTS = [
