@@ -33,17 +33,17 @@ def pretend(monkeypatch, version: str):
     monkeypatch.setattr(trl_interface, "_told", set())
 
 
-@pytest.mark.parametrize("version", ["1.9.2", "1.11.0", "0.29.1", "2.0.0", "2.0.0.dev0"])
+@pytest.mark.parametrize("version", ["1.9.2", "1.10.0", "0.29.1", "2.0.0", "2.0.0.dev0"])
 def test_a_release_outside_the_window_is_refused(monkeypatch, version):
     pretend(monkeypatch, version)
     with pytest.raises(ImportError, match=rf"trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl {version}.*constraints\.txt"):
         trl_interface.check_trl(GRPOTrainer)
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "1.9.2", "1.11.0"])
+@pytest.mark.parametrize("version", ["0.29.1", "1.9.2", "1.10.0"])
 def test_an_older_release_hears_which_one_to_take(monkeypatch, version):
     pretend(monkeypatch, version)
-    with pytest.raises(ImportError, match=r'`pip install "trl==1\.12\.\*"`, which works with vLLM up to 0\.27\.1'):
+    with pytest.raises(ImportError, match=r'`pip install "trl==1\.11\.\*"`, which works with vLLM up to 0\.27\.1'):
         trl_interface.check_trl(GRPOTrainer)
 
 
@@ -54,7 +54,7 @@ def test_check_names_the_window_to_whoever_is_outside_it(monkeypatch, capsys):
     assert f"works with trl>={OLDEST},<{FIRST_UNSUPPORTED}, got trl 0.24.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("version", ["1.12.0", "1.14.2", "1.15.0.dev0", "1.16.3"])
+@pytest.mark.parametrize("version", ["1.11.0", "1.14.2", "1.15.0.dev0", "1.16.3"])
 def test_a_release_in_the_window_is_silent(monkeypatch, version):
     pretend(monkeypatch, version)
     trl_interface.check_trl(GRPOTrainer)

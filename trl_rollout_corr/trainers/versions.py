@@ -18,6 +18,7 @@ from ..settings.resolve import Settings
 # Tested minor releases of TRL, each with the newest vLLM for CPUs that TRL allows. The Makefile and
 # the tests of documents and of CI read this table.
 TESTED_VLLM = {
+    "1.11": "0.27.1",
     "1.12": "0.27.1",
     "1.13": "0.28.0",
     "1.14": "0.30.0",
@@ -102,7 +103,7 @@ def refuse_weights(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_fused_loss(trainer: type, config: Any) -> None:
-    """Refuse Liger's GRPO loss of TRL 1.12 and 1.13, which computes no log-probabilities."""
+    """Refuse Liger's GRPO loss of TRL 1.11 to 1.13, which computes no log-probabilities."""
     if config.use_liger_kernel and hasattr(trainer, "compute_liger_loss"):
         raise ValueError(
             f"`use_liger_kernel` is True: trl {INSTALLED} then computes the loss of GRPO in one kernel, which rollout "
