@@ -6,6 +6,8 @@ import random
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 
 from tests.launching import ROOT, benchmarks
 from tests.launching import run as finished
+from tests.test_published import DOCUMENTS as PAGES
+from tests.test_published import section
 from tests.training import TRAINERS, VLLM, build, micro_batches, policy_logps
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
@@ -386,6 +390,65 @@ def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, tm
     assert results.collect(tmp_path) == found
     found["third"]["rows"][0]["accuracy"] = 0.123
     assert results.filled(page, parts | results.tables({"third": found["third"]})) != page
+
+
+# `auto` < `trl` by 0.26<!-- rule: fresh_weights grpo-triple-in_step-fast-long-noise: cap3 < trl (-0.26) -->, of a cell of a stage;
+# three of six runs<!-- falls: fresh_weights trl: 3 of 6 -->, of all cells of a stage
+RULE = re.compile(r"<!-- rule: (\w+) (\S+): (.+?) -->")
+FALLS = re.compile(r"<!-- falls: (\w+) (\w+): (\d+) of (\d+) -->")
+WORDS = ["none", "one", "two", "three", "four", "five", "six"]
+# Sections in which each "by the rule" is followed by a comment, before its paragraph ends
+BOUND = {
+    "benchmarks/arena/RESULTS.md": ("fresh-weights-and-a-gap",),
+    "docs/choosing.md": ("by-precision-of-the-sampler",),
+}
+
+
+def said(page: str) -> Iterator[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
+    """Paragraphs and lines of tables of a page, each with its comments about the rule and about falls."""
+    for part in re.split(r"\n\n|\n(?=\||- )", (ROOT / page).read_text()):
+        yield re.sub(r"<!--.*?-->", "", part), RULE.findall(part), FALLS.findall(part)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_who_differs_is_what_the_rule_gives(arena, page):
+    report, seeds, found = arena("report"), arena("seeds"), json.loads((ARENA / arena("results").DATA).read_text())
+    for text, rules, _ in said(page):
+        for stage, cell, claims in rules:
+            rows = found[stage]["rows"]
+            cells, spread = seeds.scores(rows), report.Spread(rows)
+            for claim in claims.split("; "):
+                arm, sign, others = claim.split(" ", 2)
+                for other, gap in re.findall(r"(\w+)(?: \(([-+][\d.]+)\))?", others):
+                    one, two = cells[cell][arm], cells[cell][other]
+                    differs = seeds.differ(one, two, spread(cell, arm, other))
+                    assert sign == ("<" if differs < 0 else ">" if differs > 0 else "="), f"{page}: {cell}, {claim}"
+                    distance = mean(one.values()) - mean(two.values())
+                    assert not gap or gap == f"{distance:+.2f}", f"{page}: {cell}, {claim}: {distance}"
+                    assert gap[1:] in text, f"{page}: {gap} is not told"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_falls_that_are_told_are_those_of_a_stage(arena, page):
+    found = json.loads((ARENA / arena("results").DATA).read_text())
+    for text, _, falls in said(page):
+        for stage, arm, fell, of in falls:
+            rows = [row for row in found[stage]["rows"] if row["arm"] == arm]
+            assert (sum(row["falls"] for row in rows), len(rows)) == (int(fell), int(of)), f"{page}: {stage}, {arm}"
+            words = f"{WORDS[int(fell)]} of {WORDS[int(of)]}" if int(of) < len(WORDS) else f"{fell} of {of}"
+            assert words in " ".join(text.split()), f"{page}: {words!r} is not told"
+
+
+@pytest.mark.parametrize("page", BOUND)
+def test_sentences_by_the_rule_are_held(page):
+    for name in BOUND[page]:
+        part = section((ROOT / page).read_text(), name)
+        held = 0
+        for paragraph in re.split(r"\n\n|\n(?=- )", re.sub(r"^\|.*\n", "", part, flags=re.MULTILINE)):
+            told = re.search(r"(the|our) rule\b", " ".join(paragraph.split()))
+            held += bool(told)
+            assert not told or RULE.search(paragraph), paragraph
+        assert held > 0
 
 
 def test_the_picture_is_that_of_the_runs(arena, tmp_path):

@@ -483,6 +483,17 @@ def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
         assert len(logged(resumed, "kl")) == 4
 
 
+def test_a_run_of_trl_goes_on_from_its_checkpoint_with_the_same_losses(make, tmp_path):
+    """Who changes the classes in the middle of a run loses nothing, and has metrics from there on."""
+    fields = {"max_steps": 4, "seed": 1, "save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}
+    uninterrupted = losses(make(GRPOTrainer, **fields))
+    resumed = make(rollout_correction="trl", **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    history = [(entry["loss"], entry["grad_norm"]) for entry in resumed.state.log_history if "loss" in entry]
+    assert history == uninterrupted
+    assert [entry["step"] for entry in resumed.state.log_history if "rollout_corr/k3_kl" in entry] == [3, 4]
+
+
 def test_metrics_do_not_depend_on_accumulation_or_logging(make):
     # the same 16 completions, in one or four micro-batches, logged at once
     def final(**fields):

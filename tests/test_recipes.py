@@ -44,6 +44,8 @@ FRESH = {
     "grpo/fp32_head.yaml": LONG,
     "grpo/fp16.yaml": "fresh, float32 or float16 on both sides",
     "grpo/fp8.yaml": "fp8 weights, fresh",
+    "rloo/trl.yaml": "rloo, fresh",
+    "async_grpo/trl.yaml": "asynchronous, fresh",
 }
 
 
@@ -81,7 +83,7 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
         _, args, model_args = parse(recipe, *on_a_cpu(tmp_path))
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
     assert said == []
-    assert args.settings.corrects or "measure" in recipe or recipe in FRESH
+    assert args.settings.corrects or recipe in FRESH
     assert "/" in model_args.model_name_or_path
     assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)
@@ -92,6 +94,24 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
 def test_recipes_with_fresh_weights_take_the_answer_of_the_table(recipe):
     given = {settings(recipe).get(field) for field in ("rollout_correction", "vllm_importance_sampling_mode")}
     assert given - {None} == answers()[FRESH[recipe]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_for_stale_weights_says_so(recipe, tmp_path):
+    """With fresh weights these are no answer of the table: `auto`, and what compares with vLLM at each step."""
+    _, args, _ = parse(recipe, *on_a_cpu(tmp_path))
+    for_stale = args.settings.rollout_correction == "auto" or args.settings.bypass_mode
+    header = text(recipe).split("output_dir:")[0]
+    assert ("# It is for stale weights" in header) == (for_stale and args.settings.changes_loss)
+
+
+def test_no_two_recipes_are_the_same():
+    seen = {}
+    for recipe in RECIPES:
+        found = {name: value for name, value in settings(recipe).items() if name != "output_dir"}
+        key = recipe.split("/")[0], json.dumps(found, sort_keys=True)
+        assert key not in seen, f"{recipe} is {seen.get(key)} under another name"
+        seen[key] = recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

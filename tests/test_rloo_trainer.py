@@ -79,6 +79,15 @@ def test_weights_of_one_change_nothing(make):
     assert_in_step(corrected)
 
 
+def test_a_run_of_trl_goes_on_from_its_checkpoint(make, tmp_path):
+    fields = {"spread": None, "save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}
+    make(RLOOTrainer, max_steps=2, **fields).train()
+    resumed = make(rollout_correction="trl", max_steps=4, **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert_in_step(resumed)  # vLLM has the weights of the checkpoint
+
+
 # Log-probabilities of the sampler -------------------------------------------------------------------------------------
 
 

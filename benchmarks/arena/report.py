@@ -1,6 +1,7 @@
 """Tables of the results, with the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here."""
 
 import random
+import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -31,6 +32,8 @@ FORMER, TODAY = "cap1", "cap3"  # `auto` before the third comparison, with which
 MASKED = "_masked"  # end of the names of arms that leave cut answers out of the loss
 ROUNDED = "-fp8"  # end of the names of cells with a sampler of 8 bits
 RARE_ARMS_APART = ("second_tuning", "second_judging", "several_updates", "eight_bits")  # stages with arms in few cells
+STALE = 3  # optimizer steps, from which on documents call a sampler stale
+STALE_STAGES = ("second_judging", "taught_language", "third", "eight_bits", "cut_answers", "preset_for_8_bits")
 UNKNOWN_SPREAD = 0.02  # while no cell has three seeds; tables say so
 
 
@@ -409,6 +412,45 @@ def roundings(rows: Sequence[Row], arm: str = TODAY) -> str:
     return "\n".join(lines)
 
 
+def kept(results: Mapping[str, Any], arm: str = TODAY) -> str:
+    """
+    A line per stage: in how many cells with a stale sampler an arm keeps 0.9 of the gain. A cell counts once, in the first
+    stage that has it. Stages that chose an arm are left out.
+    """
+    lines = ["| stage | cells with a stale sampler | keeps 0.9 of the gain |", "| --- " * 3 + "|"]
+    counted_cells: set[str] = set()
+    kept_cells = 0
+    for stage in (stage for stage in STALE_STAGES if stage in results):
+        rows = results[stage]["rows"]
+        starts = {row["cell"]: row["start"] for row in rows}
+        own = {
+            name: gain(cell, arm, starts[name]) >= GAIN
+            for name, cell in scores(rows).items()
+            if {arm, REFERENCE} <= {*cell} and name not in counted_cells and age(name) >= STALE
+        }
+        counted_cells |= {*own}
+        kept_cells += sum(own.values())
+        if own:
+            lines.append(f"| {stage} | {len(own)} | {sum(own.values())} |")
+    return "\n".join([*lines, f"| all | {len(counted_cells)} | {kept_cells} |"])
+
+
+def age(cell: str) -> int:
+    """Age of the sampler of a cell in optimizer steps, from its name."""
+    found = re.search(r"-lag_(\d+)-", f"{cell}-")
+    return int(found[1]) if found else 0
+
+
+def fresh_gaps(rows: Sequence[Row], arms: Sequence[str] = ("none", TODAY)) -> str:
+    """A line per cell with a sampler of 8 bits in step: the median gap of a run of each arm."""
+    lines = [f"| cell | {' | '.join(f'gap of `{arm}`' for arm in arms)} |", "| --- " * (len(arms) + 1) + "|"]
+    rounded = [row for row in rows if row["cell"].endswith(ROUNDED) and not age(row["cell"])]
+    for cell in dict.fromkeys(row["cell"] for row in rounded):
+        own = [[row["k3"] for row in rounded if (row["cell"], row["arm"]) == (cell, arm)] for arm in arms]
+        lines.append(f"| {cell} | {' | '.join(f'{mean(found):.2g}' if found else '' for found in own)} |")
+    return "\n".join(lines)
+
+
 def counts(results: Mapping[str, Any]) -> str:
     """How many runs each stage has, and the CPU time of their training."""
     text = " ".join(
@@ -443,6 +485,8 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
         )
     if stage == "cut_answers":
         parts["masks"] = masks(rows)
+    if stage == "eight_bits":
+        parts["fresh"] = fresh_gaps(rows)
     if stage in ("fresh_weights", "preset_for_8_bits"):
         parts["gaps"] = gaps(rows, arms)
     if stage == "tuned_rates":

@@ -143,7 +143,7 @@ def write(results: dict[str, Any], path: Path):
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Text between the marks of the page, by mark."""
-    parts = {"runs": report.counts(results)}
+    parts = {"runs": report.counts(results), "kept": report.kept(results)}
     for stage, found in results.items():
         rows = found["rows"]
         parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
