@@ -353,6 +353,21 @@ def test_cut_answers_in_the_loss_and_out_of_it_are_compared(arena):
     assert line == ["0.507 (3)", "0.807 (3)", "left out +0.30", "25 %", "50 %", "0 of 3", "0 of 3"]
 
 
+def test_cells_with_a_stale_sampler_count_once(arena):
+    def rows(name, last):
+        return [{**row, "start": 0.0} for row in cell_of(name, on_policy=[0.8], cap3=[last])]
+
+    found = {
+        "second_tuning": {"rows": rows("grpo-a-lag_8-fast", 0.8)},
+        "eight_bits": {"rows": rows("grpo-b-lag_4-fast-fp8", 0.8) + rows("grpo-b-in_step-fast-fp8", 0.8)},
+        "preset_for_8_bits": {"rows": rows("grpo-b-lag_4-fast-fp8", 0.8) + rows("grpo-c-lag_4", 0.5)},
+    }
+    table = arena("report").kept(found)
+    assert line_of(table, "eight_bits") == ["1", "1"]
+    assert line_of(table, "preset_for_8_bits") == ["1", "0"]
+    assert line_of(table, "all") == ["2", "1"]
+
+
 def test_an_arm_is_shown_at_its_best_rate_and_at_twice_that(arena):
     rows = [
         *cell_of("grpo-x-lag_8-slow", cap3=[0.5], trl=[0.6]),
@@ -392,7 +407,7 @@ def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, tm
     assert results.filled(page, parts | results.tables({"third": found["third"]})) != page
 
 
-# `auto` < `trl` by 0.26<!-- rule: fresh_weights grpo-triple-in_step-fast-long-noise: cap3 < trl (-0.26) -->, of a cell of a stage;
+# By the rule `auto` is 0.26 below `trl`<!-- rule: fresh_weights grpo-triple-in_step-fast-long-noise: cap3 < trl (-0.26) -->;
 # three of six runs<!-- falls: fresh_weights trl: 3 of 6 -->, of all cells of a stage
 RULE = re.compile(r"<!-- rule: (\w+) (\S+): (.+?) -->")
 FALLS = re.compile(r"<!-- falls: (\w+) (\w+): (\d+) of (\d+) -->")
