@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 import sys
 import tomllib
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ACCELERATE, ROOT, UNCOMPILED, free_port, run
@@ -399,6 +401,25 @@ def test_the_reward_reads_the_answer(monkeypatch, text, number):
     import run
 
     assert run.last_number(text) == number
+
+
+def test_the_command_for_several_machines_can_be_read(monkeypatch):
+    """The launcher and the script take each option of the command, also for a server."""
+    monkeypatch.chdir(ROOT)
+    section = (ROOT / "docs/setups.md").read_text().split("\n### Several machines\n")[1].split("\n### ")[0]
+    (command,) = re.findall(r"```bash\n(accelerate launch .*?)```", section, re.DOTALL)
+    (server,) = re.findall(r"`(--vllm_mode server .*?)`", section)
+    launched = launch_command_parser().parse_args(shlex.split(command.replace("\\\n", " "))[2:])
+    assert (launched.num_machines, launched.machine_rank) == (4, 0)
+    assert (ROOT / launched.training_script).exists()
+    for more in ([], server.split()):
+        parser = TrlParser((ScriptArguments, TRAINERS["grpo"][1], ModelConfig))
+        arguments = [*launched.training_script_args, *more, "--use_cpu", "true", "--bf16", "false"]
+        _, config, model = parser.parse_args_and_config(arguments)
+        assert config.rollout_correction == "trl"
+        assert model.model_name_or_path in section
+        each = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        assert f"so {each * launched.num_processes} completions" in section
 
 
 @pytest.mark.parametrize("engine", ENGINES)
