@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 from argparse import Namespace
 from functools import partial
 
@@ -12,7 +11,6 @@ import torch
 
 from tests.asynchronous import Flood, ReplicasHere, WorkerHere, build_ours, build_theirs, parts_for_a_cpu
 from tests.dumps import read_dump
-from tests.launching import run
 from tests.tiny import load_model
 from tests.training import (
     assert_gradients_equal,
@@ -576,13 +574,3 @@ def test_the_process_of_the_worker_warns_and_ends_by_itself_when_nobody_takes_it
     worker.stop()
     assert process.exitcode == 0  # TRL kills it after 15 seconds, which is -15
     assert capfd.readouterr().err.count("a warning of the worker") == 1
-
-
-def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl():
-    code = (
-        "import sys; sys.modules['vllm'] = None; "  # takes a third of the time
-        "from trl_rollout_corr.asynchronous import trl_parts; print(trl_parts.AsyncGRPOTrainer.__module__)"
-    )
-    process = run(sys.executable, "-W", "always", "-c", code, TRL_EXPERIMENTAL_SILENCE="")
-    assert "trl.experimental" in process.stdout
-    assert "TRLExperimentalWarning" not in process.stderr

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trl_rollout_corr
-from tests.launching import clean_environment
+from tests.launching import HAS_ASYNCHRONOUS, run
 
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
@@ -176,30 +175,96 @@ MAY_IMPORT_TRL = (
 WITHOUT_TRL = [name for name in ORDER if not name.startswith(MAY_IMPORT_TRL)]
 
 
-def loaded_after(modules: list[str], heavy: list[str]) -> str:
-    """Import modules one after the other in a process of their own. Says which was the first to load something heavy."""
-    code = f"""
-import importlib, sys
-for module in {modules}:
-    importlib.import_module(f"trl_rollout_corr.{{module}}")
-    loaded = [name for name in {heavy} if name in sys.modules]
-    if loaded:
-        sys.exit(f"{{module}} imports {{loaded}}")
+# Each part begins with nothing of the package loaded, and what is heavy comes late: libraries stay once they are loaded
+IMPORTS = """
+import importlib, json, sys
+from pathlib import Path
+
+model, folder, without_torch, without_matplotlib, without_trl = sys.argv[1:3] + [json.loads(x) for x in sys.argv[3:]]
+
+
+def ours() -> list[str]:
+    return [name for name in sys.modules if name.startswith("trl_rollout_corr")]
+
+
+def forget():
+    for name in [*ours(), *(name for name in sys.modules if name.partition(".")[0] == "tests")]:
+        del sys.modules[name]
+
+
+def first_to_load(heavy: list[str], modules: list[str]) -> str:
+    forget()
+    for module in modules:
+        importlib.import_module(f"trl_rollout_corr.{module}")
+        loaded = [name for name in heavy if name in sys.modules]
+        if loaded:
+            return f"{module} imports {loaded}"
+    return ""
+
+
+def lines_of(module: str) -> dict[str, int]:
+    forget()
+    importlib.import_module(f"trl_rollout_corr.{module}")
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in ours()}
+    return {name: len(Path(file).read_text().splitlines()) for name, file in files.items() if file}
+
+
+def tools_after_training(correction: str) -> list[str]:
+    forget()
+    from tests.tiny import StaleSampler
+    from tests.training import TRAINERS, build
+
+    build(*TRAINERS["grpo"], model, folder, sampler=StaleSampler(model), max_steps=1, rollout_monitor=None,
+          rollout_correction=correction).train()
+    return [name for name in ours() if name.startswith("trl_rollout_corr.tools")]
+
+
+found = {
+    "torch": first_to_load(["torch", "numpy", "pyarrow", "matplotlib"], without_torch),
+    "matplotlib": first_to_load(["matplotlib"], without_matplotlib),
+    "trl": first_to_load(["trl", "transformers", "accelerate"], without_trl),
+    "lines": {"correction.compute": lines_of("correction.compute")},
+}
+forget()
+exec("from trl_rollout_corr import *")
+found["experimental"] = RolloutCorrectedAsyncGRPOTrainer._trl_class.__module__
+found["axolotl"] = [name for name in sys.modules if "axolotl" in name]
+found["lines"] |= {module: lines_of(module) for module in ("trainers.grpo", "trainers.rloo")}
+found["tools"] = {correction: tools_after_training(correction) for correction in ("auto", "default")}
+print(json.dumps(found))
 """
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return process.stderr[-500:] if process.returncode else ""
 
 
-def test_settings_and_their_translation_load_without_torch():
-    assert loaded_after(WITHOUT_TORCH, ["torch", "numpy", "pyarrow", "matplotlib"]) == ""
+@pytest.fixture(scope="module")
+def imports(tiny_model_path, tmp_path_factory) -> dict:
+    """What is loaded, found in one process without pytest: a process of its own for each part takes a minute."""
+    lists = [json.dumps(modules) for modules in (WITHOUT_TORCH, WITHOUT_MATPLOTLIB, WITHOUT_TRL)]
+    command = [sys.executable, "-W", "always", "-c", IMPORTS, tiny_model_path, str(tmp_path_factory.mktemp("run"))]
+    process = run(*command, *lists, TRL_EXPERIMENTAL_SILENCE="")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return {**json.loads(process.stdout.splitlines()[-1]), "errors": process.stderr}
 
 
-def test_only_charts_load_matplotlib():
-    assert loaded_after(WITHOUT_MATPLOTLIB, ["matplotlib"]) == ""
+def test_settings_and_their_translation_load_without_torch(imports):
+    assert imports["torch"] == ""
 
 
-def test_all_but_the_trainers_loads_without_trl():
-    assert loaded_after(WITHOUT_TRL, ["trl", "transformers", "accelerate"]) == ""
+def test_only_charts_load_matplotlib(imports):
+    assert imports["matplotlib"] == ""
+
+
+def test_all_but_the_trainers_loads_without_trl(imports):
+    assert imports["trl"] == ""
+
+
+def test_axolotl_is_not_imported_with_the_package(imports):
+    assert imports["axolotl"] == []
+
+
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+def test_imports_of_this_package_do_not_warn_of_experimental_parts_of_trl(imports):
+    assert "trl.experimental" in imports["experimental"]
+    assert "TRLExperimentalWarning" not in imports["errors"]
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -248,19 +313,10 @@ def test_the_core_imports_no_tool():
             )
 
 
-LOADED = """
-import importlib, json, sys
-from pathlib import Path
-importlib.import_module("trl_rollout_corr.{module}")
-loaded = {{name: getattr(x, "__file__", None) for name, x in sys.modules.items() if name.startswith("trl_rollout_corr")}}
-print(json.dumps({{name: len(Path(file).read_text().splitlines()) for name, file in loaded.items() if file}}))
-"""
-
-
 @pytest.mark.parametrize("module", ["trainers.grpo", "trainers.rloo", "correction.compute"])
-def test_what_decides_the_loss_loads_no_tool(module):
-    command = [sys.executable, "-c", LOADED.format(module=module)]
-    lines = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+def test_what_decides_the_loss_loads_no_tool(imports, module):
+    lines = imports["lines"][module]
+    assert f"trl_rollout_corr.{module}" in lines
     assert [name for name in lines if name.startswith("trl_rollout_corr.tools")] == []
     assert sum(lines.values()) <= MOST_LINES
     if module == "correction.compute":
@@ -269,23 +325,9 @@ def test_what_decides_the_loss_loads_no_tool(module):
         assert "trl_rollout_corr.settings.config" not in lines
 
 
-TRAINED = """
-import sys
-from tests.tiny import StaleSampler
-from tests.training import TRAINERS, build
-path, folder, correction = sys.argv[1:]
-build(*TRAINERS["grpo"], path, folder, sampler=StaleSampler(path), max_steps=1, rollout_monitor=None,
-    rollout_correction=correction).train()
-print([name for name in sys.modules if name.startswith("trl_rollout_corr.tools")])
-"""
-
-
 @pytest.mark.parametrize("correction", ["auto", "default"])
-def test_a_training_without_a_monitor_loads_no_tool(tiny_model_path, tmp_path, correction):
-    command = [sys.executable, "-c", TRAINED, tiny_model_path, str(tmp_path), correction]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=clean_environment())
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert ast.literal_eval(process.stdout.splitlines()[-1]) == []
+def test_a_training_without_a_monitor_loads_no_tool(imports, correction):
+    assert imports["tools"][correction] == []
 
 
 def test_every_module_has_its_place():
