@@ -36,6 +36,14 @@ def plan(arena):
     return arena("plan")
 
 
+@pytest.fixture(scope="module")
+def published(arena, tmp_path_factory):
+    """A folder with the runs of the archive."""
+    folder = tmp_path_factory.mktemp("runs")
+    arena("archive").unpack(folder)
+    return folder
+
+
 # What is planned ------------------------------------------------------------------------------------------------------
 
 
@@ -92,12 +100,10 @@ def test_no_entry_of_the_history_is_lost():
     assert counts["2026-11-26"] >= 4
 
 
-def test_runs_that_are_published_are_those_that_are_planned(arena, plan, tmp_path):
-    archive, harness = arena("archive"), arena("harness")
-    archive.unpack(tmp_path)
+def test_runs_that_are_published_are_those_that_are_planned(arena, plan, published):
     runs = {run.name: run for stage in plan.STAGES.values() for run in stage()}
-    harness.missing([*runs.values()], tmp_path)  # ends the process if a run has other settings
-    assert {path.stem for path in tmp_path.glob("*.json")} <= {*runs}
+    arena("harness").missing([*runs.values()], published)  # ends the process if a run has other settings
+    assert {path.stem for path in published.glob("*.json")} <= {*runs}
 
 
 def test_the_candidate_that_was_chosen_is_auto(plan):
@@ -396,13 +402,12 @@ def test_a_run_of_many_steps_also_has_its_second_half_and_the_reward_of_its_samp
     assert (row["late"], row["lowest"], row["reward"]) == (0.4, 0.2, 0.5)
 
 
-def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, tmp_path):
-    results, archive = arena("results"), arena("archive")
+def test_the_page_says_what_the_results_say_and_they_what_the_runs_say(arena, published):
+    results = arena("results")
     found, page = json.loads((ARENA / results.DATA).read_text()), (ARENA / results.PAGE).read_text()
     parts = results.tables(found)
     assert results.filled(page, parts) == page
-    archive.unpack(tmp_path)
-    assert results.collect(tmp_path) == found
+    assert results.collect(published) == found
     found["third"]["rows"][0]["accuracy"] = 0.123
     assert results.filled(page, parts | results.tables({"third": found["third"]})) != page
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.resolve import Settings
-from trl_rollout_corr.tools.monitor.examine import Examiner, examine
+from trl_rollout_corr.tools.monitor.examine import Examiner
 from trl_rollout_corr.tools.monitor.rule import Alarm
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 
@@ -60,20 +60,21 @@ def replay(record: Mapping[str, Any]) -> Replay:
     log = [_completed(entry) for entry in _entries(record["history"])]
     settings = settings_of(record)
     way = record["settings"].get("way", {})
-    iterations = way.get("num_iterations", 1)
-    alarms = examine(log, settings, num_iterations=iterations)
+    examiner = _Stopping(settings, num_iterations=way.get("num_iterations", 1))
+    alarms = examiner.alarms_of(log)
     course, fall = _course(record["steps"], record["accuracy"])
-    stopped = _stops(log, Examiner(settings, num_iterations=iterations))
-    return Replay(record, log, _kind(record, settings), course, fall, alarms, stopped)
+    return Replay(record, log, _kind(record, settings), course, fall, alarms, examiner.stops)
 
 
-def _stops(log: Iterable[Mapping[str, Any]], examiner: Examiner) -> bool:
-    """Whether `rollout_monitor: stop` would end a run with this log."""
-    for entry in log:
-        alarms = examiner.observe(entry)
-        if examiner.reward.fell and any(alarm.ends for alarm in alarms):
-            return True
-    return False
+class _Stopping(Examiner):
+    """Examiner that remembers whether `rollout_monitor: stop` would have ended the run."""
+
+    stops = False
+
+    def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
+        alarms = super().observe(entry)
+        self.stops = self.stops or (self.reward.fell and any(alarm.ends for alarm in alarms))
+        return alarms
 
 
 def settings_of(record: Mapping[str, Any]) -> Settings:

@@ -7,6 +7,7 @@ Scores are those of rows of `results.row_of`. Cells have scores by arm and seed.
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from math import sqrt
 from statistics import mean, variance
 from typing import Any
@@ -78,6 +79,17 @@ def worst_regret(cells: Mapping[str, Scores], arm: str) -> tuple[float, str]:
     return max((regret(cell, arm), name) for name, cell in cells.items() if arm in cell)
 
 
+@lru_cache(maxsize=2)  # arms of the same cells share their draws, and most follow each other
+def drawn_regrets(cells: tuple[tuple[tuple[float, float], ...], ...], draws: int) -> list[list[tuple[float, ...]]]:
+    """How far each arm of each cell is behind the best one, by draw. Of an arm, mean and deviation are given."""
+    dice, found = random.Random(0), []
+    for _ in range(draws):
+        drawn = [[dice.gauss(*of_arm) for of_arm in cell] for cell in cells]
+        best = map(max, drawn)
+        found.append([tuple(top - score for score in cell) for top, cell in zip(best, drawn, strict=True)])
+    return found
+
+
 def interval(
     cells: Mapping[str, Scores], arm: str, spread: Callable[[str, str], float], draws: int = DRAWS
 ) -> tuple[float, float]:
@@ -85,20 +97,18 @@ def interval(
     Where the largest plain regret of an arm is in the middle 90 of 100 draws of all scores. `spread` is that of the scores of
     an arm in a cell.
     """
-    dice = random.Random(0)
-    means = [
-        {
+    means = {
+        name: {
             other: (mean(by_seed.values()), spread(name, other) / sqrt(len(by_seed)))
             for other, by_seed in cell.items()
             if other != REFERENCE
         }
         for name, cell in cells.items()
         if arm in cell
-    ]
-    found = []
-    for _ in range(draws):
-        drawn = [{name: dice.gauss(*of_arm) for name, of_arm in cell.items()} for cell in means]
-        found.append(max(max(cell.values()) - cell[arm] for cell in drawn))
+    }
+    places = [[*of_arms].index(arm) for of_arms in means.values()]
+    regrets = drawn_regrets(tuple(tuple(of_arms.values()) for of_arms in means.values()), draws)
+    found = [max(cell[place] for cell, place in zip(draw, places, strict=True)) for draw in regrets]
     found.sort()
     edge = round((1 - MIDDLE) / 2 * draws)
     return found[edge], found[-edge - 1]

@@ -90,6 +90,15 @@ class Examiner:
         silenced = {name for alarm in holding for name in SILENCED[alarm.bound]}
         return by_severity(alarm for alarm in holding if alarm.bound not in silenced)
 
+    def alarms_of(self, history: Iterable[Mapping[str, object]]) -> list[Alarm]:
+        """One alarm per bound of the entries of a log, the most serious first."""
+        alarms: dict[str, Alarm] = {}
+        for entry in history:
+            for alarm in self.observe(entry):
+                first = alarms.setdefault(alarm.bound, alarm)
+                alarms[alarm.bound] = replace(first, last_step=alarm.step)
+        return by_severity(alarms.values())
+
     def _holds(self, bound: Bound, value: float, limit: float) -> bool:
         streak = self._streaks[bound.name]
         streak.append(bound.unhealthy(value, limit))
@@ -180,10 +189,4 @@ def examine(
         `list[Alarm]`: one per bound, the most serious first.
     """
     limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
-    examiner = Examiner(settings, limits, num_iterations, fields)
-    alarms: dict[str, Alarm] = {}
-    for entry in history:
-        for alarm in examiner.observe(entry):
-            first = alarms.setdefault(alarm.bound, alarm)
-            alarms[alarm.bound] = replace(first, last_step=alarm.step)
-    return by_severity(alarms.values())
+    return Examiner(settings, limits, num_iterations, fields).alarms_of(history)
