@@ -414,12 +414,13 @@ def test_the_folder_of_a_run_leads_to_its_own_dump(make, tmp_path):
 TRAININGS = """
 import os, sys, time, traceback
 from pathlib import Path
+sys.modules["vllm"] = None  # which takes a third of the time to import
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr.tools.dump import writing
 
 model, folder = sys.argv[1], Path(sys.argv[2])
-claim = writing.claim
+claim, classes = writing.claim, TRAINERS["grpo"]
 
 def train(number):
     def at_once(*args, **kwargs):
@@ -429,7 +430,7 @@ def train(number):
         return claim(*args, **kwargs)
 
     writing.claim = at_once
-    trainer = build(*TRAINERS["grpo"], model, folder / number, sampler=StaleSampler(model), max_steps=3,
+    trainer = build(*classes, model, folder / number, sampler=StaleSampler(model), max_steps=3,
                     rollout_dump_dir=str(folder / "dump"))
     trainer.train()
 
