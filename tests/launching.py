@@ -5,12 +5,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 from packaging.version import Version
 
@@ -33,16 +34,32 @@ def clean_environment(**environment: str) -> dict[str, str]:
 
 
 def run(*command: str, timeout: int = 1000, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command in the checkout and capture what it prints."""
-    return subprocess.run(
+    """Run a command in the checkout and capture what it prints. Nothing that it started is left."""
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
         env=clean_environment(**environment),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
     )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:  # also Ctrl-C, and the limit of `pytest-timeout`
+            end(process)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def end(process: subprocess.Popen):
+    """Kill a process and all that it has started, also in sessions of their own, as torch starts ranks."""
+    if process.poll() is None:
+        first = psutil.Process(process.pid)
+        for one in [*first.children(recursive=True), first]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
 
 
 def free_port() -> int:

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from tests.distributed.test_ranks import EVERYTHING, assert_in_step, metrics_of, reports
-from tests.launching import ACCELERATE, ROOT, clean_environment, free_port
+from tests.launching import ACCELERATE, ROOT, clean_environment, end, free_port
 from tests.training import assert_same_metrics
 from trl_rollout_corr.messages import PREFIX
 
@@ -81,11 +80,7 @@ def cluster(*args, **kwargs) -> Iterator[Cluster]:
         yield started
     finally:
         for machine in started.machines:
-            if machine.poll() is None:
-                launcher = psutil.Process(machine.pid)
-                for process in [*launcher.children(recursive=True), launcher]:
-                    process.kill()
-            machine.wait()
+            end(machine)
 
 
 def grpo(model: str, **fields) -> dict:
