@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,7 @@ def test_setup_says_what_to_do_without_a_cpu_build_of_torch(fresh):
 
 def test_setup_goes_on_with_the_index_of_pytorch_by_itself(fresh, tmp_path):
     """Stands in for pip: this machine's index may have a CPU build of torch."""
+    venv.create(tmp_path / ".venv")  # without pip
     pip = tmp_path / "pip.sh"
     pip.write_text('echo "$@" >> calls.txt\ncase "$*" in *extra-index-url*|uninstall*) ;; *) exit 1;; esac\n')
     output = output_of(*fresh, f"PIP=sh {pip}")
