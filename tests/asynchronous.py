@@ -77,7 +77,9 @@ class WorkerHere:
     """
 
     def __init__(self, model_path, *, lags=(0, 1, 2), change=None, group=4, turns=1, end=None, seed=0, **sampling):
-        self.sampler = StaleSampler(model_path, **sampling)
+        from transformers import AutoTokenizer
+
+        self.sampler, self.tokenizer = StaleSampler(model_path, **sampling), AutoTokenizer.from_pretrained(model_path)
         self.lags, self.change, self.group, self.turns, self.end, self.seed = lags, change, group, turns, end, seed
         self.rollout_buffer, self.metrics_queue = self, queue.Queue()
         self.model_version, self.made = 0, 0
@@ -109,18 +111,15 @@ class WorkerHere:
         return sample
 
     def sample(self, i: int):
-        from transformers import AutoTokenizer
-
         from trl_rollout_corr.asynchronous.trl_parts import RolloutSample
 
-        tokenizer = AutoTokenizer.from_pretrained(self.sampler.model.name_or_path)
         group, dice = i // self.group, random.Random(f"{self.seed} {i}")
-        ids = tokenizer(PROMPTS[group % len(PROMPTS)]).input_ids
+        ids = self.tokenizer(PROMPTS[group % len(PROMPTS)]).input_ids
         mask, logps = [0] * len(ids), [0.0] * len(ids)
         for turn in range(self.turns):
             if turn:
                 ids, mask, logps = [*ids, 5, 6], [*mask, 0, 0], [*logps, 0.0, 0.0]
-            out = self.sampler.sample([PROMPTS[0]], tokenizer, key=f"{self.seed} {i} {turn}")
+            out = self.sampler.sample([PROMPTS[0]], self.tokenizer, key=f"{self.seed} {i} {turn}")
             tokens = out["completion_ids"][0]
             scored = self.sampler.score(ids, tokens)
             noise = [self.sampler.noise * dice.gauss(0, 1) for _ in tokens]

@@ -47,7 +47,8 @@ def make_rloo(model, folder, **fields):
 
 
 # The reward falls from step 45 to 65. A run that is stopped ends after it has begun to fall.
-FALLS = {"max_steps": 75, "extra": {"reward_funcs": falling_reward}}
+ONE_BATCH = {"gradient_accumulation_steps": 1, "steps_per_generation": 1}  # a step, as there are many
+FALLS = {"max_steps": 75, **ONE_BATCH, "extra": {"reward_funcs": falling_reward}}
 BEGAN = 45
 
 
@@ -560,9 +561,10 @@ def test_how_a_resumed_run_began_is_known(observe):
 
 
 def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch, caplog):
-    best = {"save_strategy": "best", "metric_for_best_model": "loss", **evaluation(), "eval_steps": 1}
-    extra = {**best.pop("extra", {}), **FALLS["extra"]}
-    trainer = make(RolloutCorrectionMonitor("stop"), extra=extra, max_steps=FALLS["max_steps"], **best)
+    best = {"save_strategy": "best", "metric_for_best_model": "loss"}
+    evaluated = {**evaluation(), "eval_steps": 1, "eval_delay": BEGAN}  # also at the last step
+    extra = {**evaluated["extra"], **FALLS["extra"]}
+    trainer = make(RolloutCorrectionMonitor("stop"), **{**FALLS, **best, **evaluated, "extra": extra})
     monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
     with saying(caplog, "training ends here"):
         trainer.train()
