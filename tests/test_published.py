@@ -11,6 +11,7 @@ table, and a comment behind it says which: `0.29<!-- = exact#bias: auto; s from 
 import json
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def section(text: str, anchor: str) -> str:
     raise ValueError(f"no section {anchor!r}")
 
 
+@cache
 def cells(folder: str, anchor: str | None) -> dict[tuple[str, str], set[str]]:
     """Cells of the tables of a page, by row and column. A row is named by its first cell, by its first two, and so on."""
     folder, _, page = folder.partition(".")
@@ -111,7 +113,7 @@ def mistakes(text: str) -> list[str]:
         figure, folder, anchor, row, column = match.groups()
         there = cells(folder, anchor).get((row, column), set())
         decimals = len(figure.partition(".")[2])
-        numbers = re.findall(NUMBER, there.pop()) if len(there) == 1 else []  # one cell, and no other of that name
+        numbers = re.findall(NUMBER, *there) if len(there) == 1 else []  # one cell, and no other of that name
         if figure.replace(",", "") not in {f"{float(number.replace(',', '')):.{decimals}f}" for number in numbers}:
             found.append(match.group())
     return found
