@@ -249,7 +249,7 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
     absent |= set() if config.settings.rollout_is == "sequence" else {"whole_completions"}
     for name, age in itertools.product(sorted({*CAUSES, *EFFECTS} - absent), AGES.values()):
         finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
-        diagnosis = Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect, age=age)
+        diagnosis = Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, config.settings, in_effect, age=age)
         text, settings = remedy_for(diagnosis, finding)
         follow(mode, text)
         after = of_mode(mode, names_to_remove(text), **settings)

@@ -196,6 +196,14 @@ def test_a_dump_may_name_a_part_of_its_settings(tmp_path):
     of_trl = {"rollout_correction": "trl", "rollout_is": "token", "rollout_is_threshold": 2.0}
     assert read_settings(of_trl, "").bounding[:3] == ("token", None, 2.0)
     written = dataclasses.asdict(settings(rollout_correction="auto"))
+    decided = {
+        "in_effect": True,
+        "rollout_correction": "auto",
+        "rollout_rs": ["token_k3"],
+        "rollout_rs_threshold": 0.1,
+    }
+    assert read_settings(decided, "").bounding is None
+    assert read_settings({**decided, "in_effect": False}, "").bounding == settings(rollout_correction="auto").bounding
     older = {key: value for key, value in written.items() if key != "rollout_diagnose"}
     assert read_settings(older, "") == settings(rollout_correction="auto")
     given = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}

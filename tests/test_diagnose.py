@@ -27,6 +27,7 @@ from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, re
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
 from trl_rollout_corr.tools.report.facts import analyse
+from trl_rollout_corr.tools.translation.setting_files import settings_of_run
 
 
 with benchmarks("diagnose") as load_module:
@@ -648,7 +649,7 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     assert [(x.name, sure(x)) for x in diagnose(observed).findings] == [("weights", "possible")]
     observed.about = {**observed.about, "quantization": "fp8_per_channel"}
     assert [(x.name, sure(x)) for x in diagnose(observed).findings] == [("quantised", "certain")]
-    observed.settings = dataclasses.asdict(RolloutCorrectionConfig().settings)
+    observed.settings = RolloutCorrectionConfig().settings
     assert headline(diagnose(observed)) == "Expected: a quantised sampler, and the run corrects for it"
     observed.rollout = observed.rollout - 1.0 * (
         observed.step[observed.row] > 1
@@ -762,12 +763,17 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
     assert f"{done} {rest}" in html.unescape(page.replace("<code>", "`").replace("</code>", "`"))
 
 
+def in_run(finding: Finding, fields: dict) -> Diagnosis:
+    """The diagnosis of one cause in a run that wrote these fields."""
+    return Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, settings_of_run(fields), fields)
+
+
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
 def test_every_remedy_looks_at_what_is_in_effect(name):
     cause, finding = CAUSES[name], Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
 
     def advice(**in_effect):
-        return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect, age=4.0), finding)
+        return remedy_for(in_run(finding, in_effect)._replace(age=4.0), finding)
 
     preset = {"rollout_correction": "auto"} if cause.correction else {}
     assert advice() == (cause.remedy, {**cause.settings, **preset})
@@ -784,7 +790,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
 
     def settings(**fields) -> dict:
         run = dataclasses.asdict(RolloutCorrectionConfig(**{"rollout_routing": "replay", **fields}).settings)
-        return remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, run), finding)[1]
+        return remedy_for(in_run(finding, run), finding)[1]
 
     assert settings(rollout_routing=None) == {"rollout_routing": "replay"}
     assert settings(rollout_correction="decoupled_token_is") == {"rollout_correction": "auto"}
@@ -797,7 +803,7 @@ def test_tokens_that_take_another_route_need_a_correction_that_rejects():
 def test_mappings_are_in_effect_key_by_key():
     def missing(name: str, **in_effect) -> dict:
         finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
-        _, settings = remedy_for(Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, in_effect), finding)
+        _, settings = remedy_for(in_run(finding, in_effect), finding)
         return {key: value for key, value in settings.items() if key != "rollout_correction"}
 
     float32_head = CAUSES["head"].settings

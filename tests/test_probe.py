@@ -248,7 +248,7 @@ def test_the_answer_of_a_probe_names_a_correction_for_each_age(trainer, tmp_path
     config = config_class(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, rollout_correction="disabled")
     in_effect = settings_in_effect(config, config.settings)
     finding = Finding("quantised", 0.99, 0.99, Evidence(1.0, 0.99, {}, "vLLM says so"))
-    diagnosis = Diagnosis("found", [finding], 0.1, 0.01, None, 1000, 10, in_effect)
+    diagnosis = Diagnosis("found", [finding], 0.1, 0.01, None, 1000, 10, config.settings, in_effect)
     first, _ = answers(no_dropout=0.0, pushed=0.0)
     answer = answer_of(diagnosis, judged(first, {}, {}))
     assert answer.settings == {"rollout_correction": "auto"}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...messages import PREFIX, warn
+from ...settings.resolve import Settings
 from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
@@ -57,22 +58,20 @@ def _opened(path: str | Path) -> Dump:
 
 def _tokens_of(dump: Dump) -> DumpedTokens:
     logs = read_logs(dump.path)
-    alarms = examine(
-        logs, settings_of_run(dump.settings), num_iterations=iterations_of(dump.settings), fields=dump.settings
-    )
-    return observe_dump(dump, quiet=not alarms and is_small(logs))
+    settings = settings_of_run(dump.settings)
+    alarms = examine(logs, settings, num_iterations=iterations_of(dump.settings), fields=dump.settings)
+    return observe_dump(dump, settings, quiet=not alarms and is_small(logs))
 
 
-def observe_dump(dump: Dump, *, quiet: bool) -> DumpedTokens:
+def observe_dump(dump: Dump, settings: Settings | None, *, quiet: bool) -> DumpedTokens:
     """
-    The tokens of an opened dump. `quiet` says that the log of its run shows no alarm and only small
-    gaps.
+    The tokens of an opened dump, with the settings in effect. `quiet` says that the log of its run
+    shows no alarm and only small gaps.
     """
     logs = read_logs(dump.path)
     movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
-    return DumpedTokens(
-        dump.sequences, dump.settings, dump.about, movement, quiet=quiet, age=dump.age, scored_again=scored
-    )
+    facts = (settings, dump.settings, dump.about, movement)
+    return DumpedTokens(dump.sequences, *facts, quiet=quiet, age=dump.age, scored_again=scored)
 
 
 def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, float, float]]:

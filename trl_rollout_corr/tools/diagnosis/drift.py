@@ -5,7 +5,6 @@ padding.
 
 import numpy as np
 
-from ..translation.setting_files import settings_of_run
 from .evidence import FLOOR, POSSIBLE, Evidence, bounded, by_token, mean, pearson, ranks_of, rms, spearman, usual_size
 from .observed import DumpedTokens
 
@@ -178,8 +177,7 @@ def _visits(o: DumpedTokens) -> bool:
     True if ages count the visits of a batch, in bypass mode. Ages of older weights rise to a lag
     and stay there.
     """
-    settings = settings_of_run(o.settings)
-    if settings is None or not settings.bypass_mode:
+    if o.settings is None or not o.settings.bypass_mode:
         return False
     finite = np.isfinite(o.staleness)
     ages = [np.unique(o.staleness[finite & (o.step == step)]) for step in np.unique(o.step[finite])]

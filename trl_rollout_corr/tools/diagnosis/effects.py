@@ -5,7 +5,6 @@ explain no share of it.
 
 import numpy as np
 
-from ..translation.setting_files import settings_of_run
 from .causes import Cause, Test
 from .evidence import POSSIBLE, Evidence, mean
 from .observed import DumpedTokens
@@ -20,7 +19,7 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
     Look for a mean importance weight below 1 in a run with one weight per completion, although one
     weight per token would average almost 1.
     """
-    settings = settings_of_run(o.settings)
+    settings = o.settings
     if settings is None or not settings.corrects or not settings.applies_weights or settings.rollout_is != "sequence":
         return None
     bounding, present = settings.bounding, o.lengths > 0

@@ -94,7 +94,7 @@ class FirstStepDiagnosis(Watcher):
         if state.is_world_process_zero:
             try:
                 written = settings_in_effect(self.args, self.settings)
-                observed = DumpedTokens(Sequences.from_rows(rows), written, self.about)
+                observed = DumpedTokens(Sequences.from_rows(rows), self.settings, written, self.about)
                 self.diagnosis = diagnose(observed)
                 text = write_text(self.diagnosis)
             except Exception as error:  # an error of the diagnosis must not end the run

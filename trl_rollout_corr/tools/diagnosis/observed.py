@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...settings.resolve import Settings
 from ..dump.sequences import Sequences
 
 
@@ -15,17 +16,20 @@ _LARGEST_POWER = 60.0  # exponent of e, as in the metric
 class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss with a log-probability of
-    both policies. `settings` and `about` come from the dump. `movement` is the sum of the learning
-    rates of the optimizer steps between the first sequence and the last. `quiet` says that the log
-    of the run shows no alarm and only small gaps. `age` is the age of the run's oldest completion,
-    in optimizer steps. `scored_again` lists the step, `fresh_k3_kl` and `age_k3_kl` of each score
-    after a push. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
+    both policies. `settings` are the ones in effect, `None` if unknown. `fields` are what the run
+    wrote of its configuration, with fields of TRL, and `about` are facts about it. `movement` is
+    the sum of the learning rates of the optimizer steps between the first sequence and the last.
+    `quiet` says that the log of the run shows no alarm and only small gaps. `age` is the age of the
+    run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl` and
+    `age_k3_kl` of each score after a push. There are `N` tokens and `B` sequences; unknown values
+    are NaN or `None`.
     """
 
     def __init__(
         self,
         sequences: Sequences,
-        settings: Mapping[str, object],
+        settings: Settings | None,
+        fields: Mapping[str, object],
         about: Mapping[str, str],
         movement: float = float("nan"),
         *,
@@ -33,9 +37,8 @@ class DumpedTokens:
         age: float | None = None,
         scored_again: Sequence[tuple[int, float, float]] = (),
     ):
-        self.age = age
-        self.settings, self.about, self.movement, self.quiet = settings, about, movement, quiet
-        self.scored_again = scored_again
+        self.settings, self.fields, self.about = settings, fields, about
+        self.movement, self.quiet, self.age, self.scored_again = movement, quiet, age, scored_again
         counted = sequences.counted
         # Number of tokens of the loss, and the sequence of each of them without a finite log-ratio
         chosen = sequences.represents[sequences.row]

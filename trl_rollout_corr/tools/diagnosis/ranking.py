@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from ...settings.resolve import Settings
 from ..monitor.rules import BOUNDS
-from ..translation.setting_files import settings_of_run
 from .causes import CAUSES, Cause, Test
 from .drift import NONE, with_equal_weights
 from .effects import EFFECTS
@@ -81,7 +81,8 @@ class Diagnosis(NamedTuple):
     floor: float | None  # the gap relative to the trainer's difference from itself; `None` if that is no baseline
     n_tokens: int
     n_sequences: int
-    in_effect: Mapping[str, object] = {}  # known settings of the run
+    settings: Settings | None = None  # in effect in the run; `None` if unknown
+    fields: Mapping[str, object] = {}  # what the run wrote of its configuration, with fields of TRL
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
     quiet: bool = False  # the log of the run shows no alarm and only small gaps
     where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that cause the whole gap
@@ -93,9 +94,9 @@ class Diagnosis(NamedTuple):
         True if a run corrects for a gap that comes only from old or quantised weights and normal
         causes.
         """
-        settings, names = settings_of_run(self.in_effect), {x.name for x in self.findings if not x.cause.normal}
+        names = {x.name for x in self.findings if not x.cause.normal}
         small = self.size < LARGE or (self.quiet and self.k3 <= BOUNDS["k3_corrected"].limit)
-        corrects = settings is not None and settings.corrects and small
+        corrects = self.settings is not None and self.settings.corrects and small
         return bool(names) and corrects and names <= {"stale", "quantised"}
 
     @property
@@ -133,7 +134,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     n = int((o.lengths > 0).sum())
     parts = () if verdict == "nothing" else tuple(where(o))
     return Diagnosis(
-        verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.coarser, o.quiet, parts, o.age
+        verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.fields, o.coarser, o.quiet, parts, o.age
     )
 
 

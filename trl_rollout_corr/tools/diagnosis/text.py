@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 
 from ...messages import capitalized
+from ...settings.resolve import Settings
 from ..monitor.advice import STALE_WEIGHTS, Advice, advise, to_leave, with_fresh
 from ..text import number, percent, yaml_lines
-from ..translation.setting_files import settings_of_run
 from .effects import EFFECTS
 from .evidence import FLOOR, LARGE
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
@@ -48,11 +48,8 @@ def detail(diagnosis: Diagnosis) -> str:
             "may still change the step: look at `effective_lr`."
         )
     if diagnosis.verdict == "unknown":
-        more = (
-            ""
-            if diagnosis.in_effect.get("rollout_diagnose")
-            else ", and set `rollout_diagnose: true` for more evidence"
-        )
+        diagnoses = diagnosis.settings is not None and diagnosis.settings.rollout_diagnose
+        more = "" if diagnoses else ", and set `rollout_diagnose: true` for more evidence"
         parts.append(f"See `trl-rollout-corr docs run#diagnose` for tests that need a model{more}.")
     return " ".join(parts)
 
@@ -84,18 +81,20 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     The remedy of a cause in its run: sentences, and the settings to paste, without the ones in
     effect. The settings remove the cause and correct for the rest of the gap.
     """
-    cause, run = finding.cause, diagnosis.in_effect
+    cause, settings, run = finding.cause, diagnosis.settings, diagnosis.fields
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
-    missing, elsewhere = _possible(missing, run)
+    missing, elsewhere = _possible(missing, settings, run)
     names_it = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(elsewhere) for name in cause.settings)
     text = " ".join([*elsewhere, cause.otherwise] if names_it else [cause.remedy, *elsewhere])
     if cause.otherwise and not missing and not elsewhere:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run uses this already: {done}. {cause.otherwise}"
-    advice, settings = _advice(diagnosis), settings_of_run(run)
-    if cause.correction == "rejecting" and _only_weighs(advice, run):
+    advice = _advice(diagnosis)
+    if cause.correction == "rejecting" and _only_weighs(advice, settings):
         text += f" {_UNMEASURED}"
-    if cause.correction and (_corrects(run, rejecting=cause.correction == "rejecting") or not advice.best.settings):
+    if cause.correction and (
+        _corrects(settings, rejecting=cause.correction == "rejecting") or not advice.best.settings
+    ):
         if diagnosis.healthy and not cause.normal:
             return (
                 f"Nothing, because the run corrects for it already. To make the gap smaller: {text[:1].lower()}{text[1:]}",
@@ -119,9 +118,9 @@ _UNMEASURED = (
 )
 
 
-def _only_weighs(advice: Advice, run: Mapping[str, object]) -> bool:
+def _only_weighs(advice: Advice, settings: Settings | None) -> bool:
     """True if the correction for fresh weights, advised or in effect, rejects no token."""
-    if _corrects(run, rejecting=True):
+    if _corrects(settings, rejecting=True):
         return False
     advised = advice.best.settings.get("rollout_correction", "trl")
     return advice.fresh is not None or advised in ("trl", "decoupled_token_is")
@@ -132,9 +131,10 @@ OF_TRL = {"rollout_is": {"vllm_importance_sampling_mode": "token_truncate"}}
 _OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")
 
 
-def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+def _possible(
+    settings: Mapping[str, object], in_effect: Settings | None, run: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
     """Settings that are possible in a run and its mode, and sentences about the others."""
-    in_effect = settings_of_run(run)
     if in_effect is not None and in_effect.by_trl:
         settings = {name: x for ours in settings for name, x in OF_TRL.get(ours, {ours: settings[ours]}).items()}
     written = "given" in run  # by a trainer, with its fields of TRL
@@ -162,7 +162,7 @@ def _advice(diagnosis: Diagnosis) -> Advice:
     The correction for the rest of the gap. If old weights were found, the announced age is wrong.
     """
     stale = any(finding.name == "stale" for finding in diagnosis.findings)
-    return advise(settings_of_run(diagnosis.in_effect), math.inf if stale else diagnosis.age, diagnosis.in_effect)
+    return advise(diagnosis.settings, math.inf if stale else diagnosis.age, diagnosis.fields)
 
 
 # Values of settings that a mapping omits
@@ -179,9 +179,8 @@ def _in_effect(value: object, run: object) -> bool:
     return run is not ... and (run == value or not (run or value))  # 0, None and False all mean off
 
 
-def _corrects(run: Mapping[str, object], *, rejecting: bool) -> bool:
+def _corrects(settings: Settings | None, *, rejecting: bool) -> bool:
     """True if a run corrects, and with `rejecting` also removes single tokens from the gradient."""
-    settings = settings_of_run(run)
     if settings is None or not settings.corrects:
         return False
     bounded = settings.bounding is not None and settings.bounding.lower is not None

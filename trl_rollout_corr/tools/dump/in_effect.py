@@ -38,8 +38,9 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
 def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     """
     Settings in effect, the names of the `given` ones, and some fields of TRL, in types of JSON.
+    `in_effect` says that no preset decides any of the settings again.
     """
-    written = {**asdict(settings), "given": sorted(args.given)}
+    written = {**asdict(settings), "in_effect": True, "given": sorted(args.given)}
     for name, keys in _OF_TRL.items():
         if hasattr(args, name):
             value = getattr(args, name)

@@ -202,7 +202,9 @@ class Probe:
                 **{"train_logps": ours, "rollout_logps": batch[ROLLOUT_LOGPS].float(), "again_logps": alone},
             }
             rows += [make_row(sequence, step=1) for sequence in on_host(columns)]
-        return DumpedTokens(Sequences.from_rows(rows), settings_in_effect(self.run, self.run.settings), self.about)
+        settings = self.run.settings
+        written = settings_in_effect(self.run, settings)
+        return DumpedTokens(Sequences.from_rows(rows), settings, written, self.about)
 
 
 def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:

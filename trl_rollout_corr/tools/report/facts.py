@@ -16,6 +16,7 @@ from ..monitor.rule import Alarm
 from ..monitor.stock import RATIO, windows_of_stock
 from ..monitor.windows import Window, is_training_window
 from ..text import number, steps
+from ..translation.setting_files import settings_of_run
 
 
 # Metrics with a healthy band in a box or a chart
@@ -114,6 +115,6 @@ def _diagnose(run: Run, *, quiet: bool) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        return diagnose(observe_dump(run.dump, quiet=quiet))
+        return diagnose(observe_dump(run.dump, settings_of_run(run.dump.settings), quiet=quiet))
     except ValueError:  # too few tokens
         return None

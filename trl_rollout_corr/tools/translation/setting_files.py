@@ -18,7 +18,7 @@ import yaml
 from ...messages import SelfContainedError, SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.fields import FIELDS
-from ...settings.presets import UNSET
+from ...settings.presets import UNSET, settings_of
 from ...settings.resolve import Settings
 from ..text import yaml_lines
 from .counterparts import TRAINERS, comment, counterpart, suspects, to_trl
@@ -342,18 +342,25 @@ def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
     them, as a configuration does. Raises a `ValueError` of one line that begins with the complaint.
     """
     own = _own_fields(written)
-    if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
-        own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
-    decided = UNSET.keys() - {"rollout_rs_threshold"}
-    in_effect = "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
+    in_effect = written.get("in_effect") is True
+    if not in_effect:
+        if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
+            own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
+        in_effect = _look_decided(own)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run warned already
         try:
             if in_effect and own.keys() <= FIELDS:
-                return Settings.read({"rollout_rs_threshold": None, **_DEFAULTS, **own})
+                return Settings.read({**settings_of(None), **_DEFAULTS, **own})
             return RolloutCorrectionConfig(**own).settings
         except (ValueError, TypeError) as error:
             raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
+
+
+def _look_decided(own: Mapping[str, Any]) -> bool:
+    """True if no preset has a field to decide, as in a dump that does not say what it names."""
+    decided = UNSET.keys() - {"rollout_rs_threshold"}
+    return "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
 
 
 def _own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
