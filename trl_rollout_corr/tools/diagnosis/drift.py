@@ -5,7 +5,7 @@ padding.
 
 import numpy as np
 
-from .evidence import FLOOR, POSSIBLE, Evidence, bounded, by_token, mean, pearson, ranks_of, rms, spearman, usual_size
+from .evidence import FLOOR, POSSIBLE, Evidence, bounded, by_token, mean, pearson, ranks_of, rms, spearman
 from .observed import DumpedTokens
 
 
@@ -32,8 +32,7 @@ def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
     """
     here = o.core
     squares = o.of_rows(np.square(o.d) * here)  # sequences hardly differ in tokens outside the core
-    # relative to equally likely tokens, so that unlikely tokens do not dominate
-    typical = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, here), 1e-12) * here)
+    typical = o.level_of_rows
     finite = np.isfinite(x) & np.isfinite(squares)
     values, squares, lengths = x[finite], squares[finite], o.lengths[finite]
     if len(values) < 8 or values.min() == values.max():
@@ -215,7 +214,7 @@ def _step_explains(o: DumpedTokens) -> bool:
     True if the gap grows with the step at equal age, but not with the age at equal step. Both rise
     with a queue.
     """
-    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    size = o.level_of_rows
     finite = np.isfinite(size)
     size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
     return _at_equal(age, step, size) > _CHANCE >= _at_equal(step, age, size)
@@ -223,7 +222,7 @@ def _step_explains(o: DumpedTokens) -> bool:
 
 def _age_explains(o: DumpedTokens) -> bool:
     """True if the gap grows with the age at equal step."""
-    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    size = o.level_of_rows
     finite = np.isfinite(size) & np.isfinite(o.staleness)
     return _at_equal(o.step[finite], o.staleness[finite], size[finite]) > _CHANCE
 
@@ -295,7 +294,7 @@ def _least_in_the_end(o: DumpedTokens) -> float:
     Size of the log-ratio in the latest completions that show least of it, a twentieth of them, over
     the median of all latest completions, relative to equally likely tokens.
     """
-    size = o.of_rows(np.abs(o.d) / np.maximum(usual_size(o, o.core), 1e-12) * o.core)
+    size = o.level_of_rows
     late = size[np.isfinite(size) & (o.step >= np.median(o.step))]
     return float(np.quantile(late, 0.05) / max(float(np.median(late)), 1e-12)) if late.size else 0.0
 
@@ -364,7 +363,7 @@ def _of_prompts_seen_before(o: DumpedTokens) -> Evidence | None:
     announced = np.isfinite(o.staleness).all() and not o.staleness.any()
     if not announced or min((later & seen).sum(), (later & ~seen).sum()) < _ENOUGH or stands_still(o):
         return None
-    level = np.abs(o.d) / np.maximum(usual_size(o, o.core), FLOOR)
+    level = np.abs(o.d) / np.maximum(o.usual, FLOOR)
     again, new = (o.core & (later & x)[o.row] for x in (seen, ~seen))
     size = o.of_rows(level * o.core)
     chance = _at_equal(o.step[later], seen[later].astype(float), size[later])

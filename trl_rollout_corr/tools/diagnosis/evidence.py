@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..monitor.bands import NEGLIGIBLE
-from .observed import DumpedTokens
+from .observed import BINS, DumpedTokens, mean_of_equal
 
 
 # Root mean square of the log-ratio, in nats, below which the diagnosis looks for no cause.
@@ -15,7 +15,6 @@ FLOOR = NEGLIGIBLE
 # Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
 LARGE = 0.1
 POSSIBLE = 0.65  # certainty of a cause while other explanations are possible
-_BINS = 20
 _CHANCE = 3.0  # a mean of products counts above this many standard deviations of chance
 
 
@@ -56,32 +55,8 @@ def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = N
     Mean of the values in each token's bin. The bins are quantiles of the keys, with equal numbers
     of tokens.
     """
-    edges = np.quantile(keys, np.linspace(0, 1, min(_BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
+    edges = np.quantile(keys, np.linspace(0, 1, min(BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
     return mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
-
-
-def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted mean of the values over the tokens with the same key, for each token."""
-    _, inverse = np.unique(keys, return_inverse=True)
-    means: np.ndarray = np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300)
-    return means[inverse]
-
-
-def usual_size(o: DumpedTokens, inside: np.ndarray) -> np.ndarray:
-    """
-    For each token, `(N,)`, the root mean square of the log-ratio at the equally likely tokens
-    `inside`.
-    """
-    edges = np.quantile(o.middle[inside], np.linspace(0, 1, min(_BINS, max(int(inside.sum()) // 20, 1)) + 1)[1:-1])
-    return np.asarray(np.sqrt(mean_of_equal(np.searchsorted(edges, o.middle), np.square(o.d), inside)))
-
-
-def relative_size(o: DumpedTokens, here: np.ndarray) -> np.ndarray:
-    """
-    Log-ratio over its root mean square at equally likely tokens, so that unlikely tokens do not
-    dominate.
-    """
-    return np.asarray(o.d[here] / np.maximum(usual_size(o, here)[here], 1e-12))
 
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:
@@ -101,8 +76,7 @@ def by_token(o: DumpedTokens) -> float:
     Correlation of the log-ratios at two places with the same token: 0 for noise, more for different
     weights.
     """
-    here = o.core
-    return alike(o.token[here], relative_size(o, here))
+    return alike(o.token[o.core], o.level[o.core])
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:

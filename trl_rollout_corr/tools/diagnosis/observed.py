@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,18 @@ from ..dump.sequences import Sequences
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
 _LARGEST_POWER = 60.0  # exponent of e, as in the metric
+BINS = 20  # of equally likely tokens
+
+
+class Broken(NamedTuple):
+    """`M` tokens of the loss without a finite log-ratio."""
+
+    row: np.ndarray  # (M,), index of its sequence
+    place: np.ndarray  # in the completion
+    train: np.ndarray  # log-probability of the trainer
+    rollout: np.ndarray  # log-probability of the sampler
+    missing: np.ndarray  # True where the sampler returned None
+    to_the_end: np.ndarray  # True where no later token of the completion is finite, as behind a row of NaN logits
 
 
 class DumpedTokens:
@@ -39,19 +52,8 @@ class DumpedTokens:
     ):
         self.settings, self.fields, self.about = settings, fields, about
         self.movement, self.quiet, self.age, self.scored_again = movement, quiet, age, scored_again
-        counted = sequences.counted
-        # Number of tokens of the loss, and the sequence of each of them without a finite log-ratio
-        chosen = sequences.represents[sequences.row]
-        self.n_tokens = int((sequences.mask & chosen).sum())
-        broken = sequences.broken & chosen
-        self.broken_row = sequences.row[broken]
-        # For these tokens, `(M,)`: place in the completion, log-probabilities of both sides, whether
-        # the sampler returned None, and whether no later token of the completion is finite, as
-        # behind a row of NaN logits
-        self.broken_place = (np.arange(len(sequences.row)) - sequences.starts[:-1][sequences.row])[broken]
-        self.broken_train, self.broken_rollout = sequences.train_logps[broken], sequences.rollout_logps[broken]
-        self.broken_missing = sequences.missing[broken]  # the sampler returned None
-        self.broken_to_the_end = _none_later(sequences.valid & chosen, sequences.row)[broken]
+        self._sequences, counted = sequences, sequences.counted
+        self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
         # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
         # log-ratio in nats
         self.row = sequences.row[counted]
@@ -62,25 +64,17 @@ class DumpedTokens:
         # For each sequence, `(B,)`
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
-        # For each token again: its place in the completion, and whether it is at an end or just
-        # behind tokens outside the loss
-        starts = sequences.starts[:-1][sequences.row]
-        position = np.arange(len(sequences.row)) - starts
+        self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.advantage = sequences.advantage.astype(np.float64)
+        # For each token again: its id, its place in the completion, and whether it is at an end or
+        # just behind tokens outside the loss
+        self.token = sequences.token_ids[counted]
+        position = _places(sequences)
         self.position = position[counted]
         self.first = self.position == 0
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[counted]
         self.turn = sequences.turn[counted]  # counted over all completions
-        first_turn = np.full(len(sequences), np.inf)
-        np.minimum.at(first_turn, sequences.row, sequences.turn)
-        self.turn_place = self.turn - first_turn[self.row].astype(int)  # counted in the completion, 0 for the first
-        self._sequences = sequences
-        self.token = sequences.token_ids[counted]
-        # whether it occurred before in prompt or completion, and how often in the completion
-        self.repeated, self.times = (x[counted] for x in _repeats(sequences))
-        self.staleness, self.padding = sequences.staleness, sequences.padding
-        self.advantage = sequences.advantage.astype(np.float64)
-        self.again = sequences.again_logps[counted].astype(np.float64)  # by the trainer, scoring the sequence alone
 
     def __len__(self) -> int:
         return len(self.d)
@@ -133,6 +127,67 @@ class DumpedTokens:
         return inside if inside.any() else np.ones(len(self), bool)
 
     @cached_property
+    def usual(self) -> np.ndarray:
+        """For each token, `(N,)`, the root mean square of the log-ratio at equally likely tokens of the core."""
+        return self.usual_size(self.core)
+
+    def usual_size(self, inside: np.ndarray) -> np.ndarray:
+        """
+        For each token, `(N,)`, the root mean square of the log-ratio at the equally likely tokens
+        `inside`.
+        """
+        bins = min(BINS, max(int(inside.sum()) // 20, 1))
+        edges = np.quantile(self.middle[inside], np.linspace(0, 1, bins + 1)[1:-1])
+        squares = mean_of_equal(np.searchsorted(edges, self.middle), np.square(self.d), inside)
+        return np.asarray(np.sqrt(squares))
+
+    @cached_property
+    def level(self) -> np.ndarray:
+        """Log-ratio over its usual size, so that unlikely tokens do not dominate."""
+        return np.asarray(self.d / np.maximum(self.usual, 1e-12))
+
+    @cached_property
+    def level_of_rows(self) -> np.ndarray:
+        """Mean level of the core of each sequence, `(B,)`, without signs; NaN without tokens."""
+        return self.of_rows(np.abs(self.level) * self.core)
+
+    @cached_property
+    def broken(self) -> Broken:
+        """Tokens of the loss without a finite log-ratio."""
+        sequences, chosen = self._sequences, self._sequences.represents[self._sequences.row]
+        here = sequences.broken & chosen
+        whole = (sequences.row, _places(sequences), sequences.train_logps, sequences.rollout_logps, sequences.missing)
+        none_later = _none_later(sequences.valid & chosen, sequences.row)
+        return Broken(*(column[here] for column in (*whole, none_later)))
+
+    @cached_property
+    def turn_place(self) -> np.ndarray:
+        """Turn of each token, counted in its completion from 0."""
+        first = np.full(len(self.lengths), np.inf)
+        np.minimum.at(first, self._sequences.row, self._sequences.turn)
+        return np.asarray(self.turn - first[self.row].astype(int))
+
+    @cached_property
+    def _earlier(self) -> tuple[np.ndarray, np.ndarray]:
+        repeated, times = _repeats(self._sequences)
+        return repeated[self._sequences.counted], times[self._sequences.counted]
+
+    @property
+    def repeated(self) -> np.ndarray:
+        """Whether each token occurred before, in its prompt or its completion."""
+        return self._earlier[0]
+
+    @property
+    def times(self) -> np.ndarray:
+        """How often each token occurred before in its completion."""
+        return self._earlier[1]
+
+    @cached_property
+    def again(self) -> np.ndarray:
+        """Log-probability of each token by the trainer, when it scores the sequence alone."""
+        return np.asarray(self._sequences.again_logps[self._sequences.counted], np.float64)
+
+    @cached_property
     def prompt(self) -> np.ndarray:
         """
         Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where unknown.
@@ -160,6 +215,18 @@ class DumpedTokens:
         """Means over the tokens of each sequence, `(B,)`; NaN without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
+
+
+def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted mean of the values over the tokens with the same key, for each token."""
+    _, inverse = np.unique(keys, return_inverse=True)
+    means: np.ndarray = np.bincount(inverse, values * weights) / np.maximum(np.bincount(inverse, weights), 1e-300)
+    return means[inverse]
+
+
+def _places(sequences: Sequences) -> np.ndarray:
+    """Place of each token of the sequences in its completion, from 0."""
+    return np.asarray(np.arange(len(sequences.row)) - sequences.starts[:-1][sequences.row])
 
 
 def _none_later(valid: np.ndarray, rows: np.ndarray) -> np.ndarray:

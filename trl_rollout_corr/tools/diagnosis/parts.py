@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..text import number
-from .evidence import FLOOR, rms, spearman, usual_size
+from .evidence import FLOOR, rms, spearman
 from .observed import DumpedTokens
 
 
@@ -54,7 +54,7 @@ def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
     here = o.core & (units >= 0)
     if not here.any():
         return None
-    usual = usual_size(o, here)
+    usual = o.usual_size(here)
     here &= usual > FLOOR  # no gap can show at tokens that both sides are sure of
     if not here.any():
         return None
@@ -182,10 +182,9 @@ def begun(o: DumpedTokens, parts: Split) -> float:
     Share of the deviating completions that deviate from their beginning: one of the first three
     tokens where a gap can show is further off than in sound completions.
     """
-    usual = usual_size(o, o.core)
-    visible = o.core & (usual > FLOOR)
-    sound = rms((o.d / np.maximum(usual, FLOOR))[visible & ~parts.tokens])
-    far = np.abs(o.d) > np.maximum(3 * sound * usual, FLOOR / 2)
+    visible = o.core & (o.usual > FLOOR)
+    sound = rms((o.d / np.maximum(o.usual, FLOOR))[visible & ~parts.tokens])
+    far = np.abs(o.d) > np.maximum(3 * sound * o.usual, FLOOR / 2)
     here = np.flatnonzero(visible & parts.tokens)
     starts = np.flatnonzero(np.diff(o.row[here], prepend=-1))
     return float(np.mean([far[here[i : i + 3]].any() for i in starts])) if len(starts) else 0.0

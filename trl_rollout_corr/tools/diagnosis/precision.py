@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .drift import complete_at_once, first_step, growing
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, relative_size, rms, spearman, typical
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
 from .observed import DumpedTokens
 
 
@@ -74,8 +74,7 @@ def tails(o: DumpedTokens) -> tuple[float, float]:
     """
     Kurtosis of the log-ratio at equally likely tokens, and percentile 99 over median of its size.
     """
-    here = o.core
-    level = relative_size(o, here)
+    level = o.level[o.core]
     size = np.abs(level)
     square = mean(np.square(level))
     return mean(level**4) / max(square, 1e-300) ** 2, float(np.quantile(size, 0.99)) / max(

@@ -5,8 +5,8 @@ penalties.
 
 import numpy as np
 
-from .evidence import POSSIBLE, Evidence, bounded, in_bins, mean, mean_of_equal, pearson
-from .observed import DumpedTokens
+from .evidence import POSSIBLE, Evidence, bounded, in_bins, mean, pearson
+from .observed import DumpedTokens, mean_of_equal
 
 
 _ERRORS = 5.0  # standard errors of a mean ratio, beyond which chance does not explain it

@@ -5,7 +5,7 @@ values that are not log-probabilities of the sampled tokens.
 
 import numpy as np
 
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, rms, spearman, typical, usual_size
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, rms, spearman, typical
 from .observed import DumpedTokens
 from .parts import Split, begun, completions, growth
 
@@ -43,7 +43,7 @@ def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     rest = o.core & ~here
     if here.sum() < 4 or rest.sum() < 20:
         return None
-    usual = np.maximum(usual_size(o, rest), FLOOR)
+    usual = np.maximum(o.usual_size(rest), FLOOR)
     level = np.abs(o.d) / usual
     ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
@@ -69,7 +69,7 @@ def seams(o: DumpedTokens) -> Evidence | None:
     evidence = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
     if evidence is None:
         return None
-    off = o.seam & (np.abs(o.d) > _OFF * np.maximum(usual_size(o, o.core), FLOOR))
+    off = o.seam & (np.abs(o.d) > _OFF * np.maximum(o.usual, FLOOR))
     if not off.any():
         return evidence
     turns = len(np.unique(o.turn[off])) / len(np.unique(o.turn[o.seam]))
@@ -89,10 +89,9 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
     If samples differ in age, only samples of different steps are compared, because the completions
     of a prompt in one step share their age.
     """
-    rest = o.core
     # large values are capped, so that a few tokens, for example with other experts, cannot decide
     # about a completion
-    level = o.of_rows(np.minimum(np.abs(o.d) / np.maximum(usual_size(o, rest), 1e-12), _CUT) * rest)
+    level = o.of_rows(np.minimum(np.abs(o.level), _CUT) * o.core)
     known = np.isfinite(level) & (o.prompt >= 0)
     if known.sum() < _ENOUGH:
         return None
@@ -123,7 +122,7 @@ def nan_rows(o: DumpedTokens) -> Evidence | None:
     its end, because a NaN in the key-value cache makes all later rows NaN. None is not NaN, but a
     number that was not returned.
     """
-    of_trainer = np.isnan(o.broken_train)
+    of_trainer = np.isnan(o.broken.train)
     return _without_ratio(
         o, of_trainer | (_nan_of_sampler(o) & _in_a_run(o)), {"trainer": mean(of_trainer)},
         "{tokens} tokens in {rows} completions, a share of {share}, lack a log-ratio, because a log-probability is NaN: the "
@@ -133,9 +132,9 @@ def nan_rows(o: DumpedTokens) -> Evidence | None:
 
 def missing(o: DumpedTokens) -> Evidence | None:
     """Look for tokens with a finite log-probability in the trainer but not in the sampler."""
-    absent = ~np.isfinite(o.broken_rollout) & ~np.isnan(o.broken_train)
+    absent = ~np.isfinite(o.broken.rollout) & ~np.isnan(o.broken.train)
     here = absent & ~(_nan_of_sampler(o) & _in_a_run(o))
-    counts = {"infinite": np.isinf(o.broken_rollout), "none": o.broken_missing, "nan": _nan_of_sampler(o)}
+    counts = {"infinite": np.isinf(o.broken.rollout), "none": o.broken.missing, "nan": _nan_of_sampler(o)}
     return _without_ratio(
         o, here, {name: float((here & x).sum()) for name, x in counts.items()},
         "{tokens} tokens in {rows} completions, a share of {share}, lack a finite log-probability from the sampler "
@@ -145,15 +144,15 @@ def missing(o: DumpedTokens) -> Evidence | None:
 
 def _nan_of_sampler(o: DumpedTokens) -> np.ndarray:
     """Of each broken token, whether the sampler's log-probability is NaN, which was computed, and not None."""
-    return np.asarray(np.isnan(o.broken_rollout) & ~o.broken_missing)
+    return np.asarray(np.isnan(o.broken.rollout) & ~o.broken.missing)
 
 
 def _in_a_run(o: DumpedTokens) -> np.ndarray:
     """
     Boolean mask of the broken tokens that are one of several up to the end of their completion.
     """
-    run = np.bincount(o.broken_row, o.broken_to_the_end, minlength=len(o.lengths))
-    return np.asarray(o.broken_to_the_end & (run[o.broken_row] > 1))
+    run = np.bincount(o.broken.row, o.broken.to_the_end, minlength=len(o.lengths))
+    return np.asarray(o.broken.to_the_end & (run[o.broken.row] > 1))
 
 
 def _without_ratio(o: DumpedTokens, here: np.ndarray, more: dict[str, float], sentence: str) -> Evidence | None:
@@ -162,9 +161,9 @@ def _without_ratio(o: DumpedTokens, here: np.ndarray, more: dict[str, float], se
     if not n:
         return None
     share = n / o.n_tokens
-    numbers = {"tokens": float(n), "rows": float(len(np.unique(o.broken_row[here]))), "share": share, **more}
+    numbers = {"tokens": float(n), "rows": float(len(np.unique(o.broken.row[here]))), "share": share, **more}
     first = int(np.flatnonzero(here)[0])
-    numbers |= {"step": float(o.step[o.broken_row[first]]), "place": float(o.broken_place[first] + 1)}
+    numbers |= {"step": float(o.step[o.broken.row[first]]), "place": float(o.broken.place[first] + 1)}
     sentence += "; the first is token {place} of a completion of step {step}"
     return Evidence(share, 0.0, numbers, sentence)
 
@@ -273,7 +272,7 @@ def later_turns(o: DumpedTokens) -> Evidence | None:
     first = o.core & (o.turn_place == 0)
     if later.sum() < _ENOUGH_TOKENS or first.sum() < _ENOUGH_TOKENS:
         return None
-    level = np.abs(o.d) / np.maximum(usual_size(o, o.core), FLOOR)
+    level = np.abs(o.d) / np.maximum(o.usual, FLOOR)
     sizes = [_typical(level[x]) for x in (first, later, first & _near_edge(o, before=True), later & _near_edge(o))]
     least = max(0.05, FLOOR / max(rms(o.d[later]), FLOOR))
     low, high, before, after = np.maximum(sizes, least)
