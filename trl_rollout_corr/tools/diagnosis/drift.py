@@ -63,23 +63,37 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
 
 
 def stale(o: DumpedTokens) -> Evidence | None:
-    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF:
-        return None
-    if (missing := adapter_missing(o)) is not None and missing.statistic > 0:
-        return None  # ages mean nothing if all samples come from the base model
     ages = np.unique(o.staleness[np.isfinite(o.staleness)])
-    sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     one_age = len(ages) < 2
-    if one_age and (still := never_pushed(o)) is not None and still.statistic > _SURELY and _moves_alone(o):
-        return None  # it grows without end
+    if _is_not_of_age(o, one_age=one_age):
+        return None
+    sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
-    # the weights are never pushed if the gap grows with the step at equal age, and not with the age
+    if evidence is None:
+        return None
+    numbers = {**evidence.numbers, "oldest": float(ages.max(initial=0.0))}
+    doubtful = not one_age and _may_be_never_pushed(o)
+    return evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
+
+
+def _is_not_of_age(o: DumpedTokens, *, one_age: bool) -> bool:
+    """True if something else explains a gap that grows with the age of the weights, or with one age."""
+    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF:
+        return True
+    missing = adapter_missing(o)
+    if missing is not None and missing.statistic > 0:
+        return True  # ages mean nothing if all samples come from the base model
+    still = never_pushed(o) if one_age else None
+    return still is not None and still.statistic > _SURELY and _moves_alone(o)  # it grows without end
+
+
+def _may_be_never_pushed(o: DumpedTokens) -> bool:
+    """
+    True if weights that never arrive may explain a gap that grows with the age: it grows with the
+    step at equal age, and not with the age.
+    """
     may_stand_still = _step_explains(o) or (_serves_adapters(o) and not _age_explains(o))
-    doubtful = not one_age and may_stand_still and not pushes_arrive(o)
-    most = POSSIBLE if evidence is None or doubtful else evidence.most
-    return evidence and evidence._replace(
-        numbers={**evidence.numbers, "oldest": float(ages.max(initial=0.0))}, most=most
-    )
+    return may_stand_still and not pushes_arrive(o)
 
 
 def with_equal_weights(o: DumpedTokens) -> float:

@@ -3,6 +3,8 @@ Causes that change the distribution that the sampler draws from: truncation, tem
 penalties.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .evidence import POSSIBLE, Evidence, bounded, in_bins, mean, pearson
@@ -59,40 +61,13 @@ def penalty(o: DumpedTokens) -> Evidence | None:
     Look for tokens that the sampler makes less likely if they occurred before, and more likely
     otherwise. The test uses log-odds, because a penalty vanishes in `d` where a model is sure.
     """
-    here, times = o.core, o.times.clip(max=24).astype(float)
-    penalties = (
-        o.repeated.astype(float),
-        (o.times > 0).astype(float),
-        times - _mean_before(o.row, times + 1, _BEFORE),
-    )
-    kinds = (o.repeated, o.times > 0, o.times.clip(max=12))
-    # enough tokens occurred before, and enough did not
-    varying = [
-        (x[here], k[here])
-        for x, k in zip(penalties, kinds, strict=True)
-        if min((k[here] > 0).sum(), (k[here] == 0).sum()) >= 30
-    ]
-    if not varying:
+    forms = _forms(o)
+    if not forms:
         return None
-    d, middle, token = o.d[here], o.middle[here], o.token[here]
-    difference, weight = _log_odds(o.train[here]) - _log_odds(o.rollout[here]), np.square(1 - np.exp(middle))
-
-    def own(values: np.ndarray) -> np.ndarray:
-        """
-        Subtract the means of tokens of this probability and of this token, which other causes
-        explain.
-        """
-        values = values - in_bins(middle, values, weight)
-        return np.asarray((values - mean_of_equal(token, values, weight)) * np.sqrt(weight))
-
-    effect = own(difference)
-    correlations = [pearson(own(penalty), effect) for penalty, _ in varying]
-    correlation, kind = max(zip(correlations, [kind for _, kind in varying], strict=True), key=lambda pair: pair[0])
-    repeated = kind > 0
-    rest = d.copy()
-    for which in np.unique(kind):  # the mean of its kind at tokens of this probability
-        rest[kind == which] -= in_bins(middle[kind == which], d[kind == which])
-    explained = 1 - float(np.square(rest).sum()) / max(float(np.square(d).sum()), 1e-300)
+    d, difference = o.d[o.core], _log_odds(o.train[o.core]) - _log_odds(o.rollout[o.core])
+    effect = _own(o, difference)
+    correlation, kind = max(((pearson(_own(o, x.size), effect), x.kind) for x in forms), key=lambda pair: pair[0])
+    repeated, explained = kind > 0, _explained_by(kind, d, o.middle[o.core])
     numbers = {"seen": mean(d[repeated]), "unseen": mean(d[~repeated]), "correlation": correlation}
     sentence = (
         "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
@@ -101,6 +76,44 @@ def penalty(o: DumpedTokens) -> Evidence | None:
     # tokens that were sampled with the penalised probabilities have a mean ratio of 1
     most = POSSIBLE if _beyond_chance(np.exp(o.d.clip(-20, 5))) else 0.99
     return Evidence(correlation, bounded(explained), numbers, sentence, most=most)
+
+
+class _Form(NamedTuple):
+    """What a form of penalty takes from the tokens of the core."""
+
+    size: np.ndarray  # of the penalty, up to a factor
+    kind: np.ndarray  # 0 for tokens without penalty; equal numbers for equal penalties
+
+
+def _forms(o: DumpedTokens) -> list[_Form]:
+    """The forms for which enough tokens occurred before, and enough did not."""
+    times = o.times.clip(max=24).astype(float)
+    forms = (
+        _Form(o.repeated.astype(float), o.repeated),  # in the prompt or the completion
+        _Form((o.times > 0).astype(float), o.times > 0),  # in the completion
+        _Form(times - _mean_before(o.row, times + 1, _BEFORE), o.times.clip(max=12)),  # as often
+    )
+    in_core = [_Form(size[o.core], kind[o.core]) for size, kind in forms]
+    return [x for x in in_core if min((x.kind > 0).sum(), (x.kind == 0).sum()) >= 30]
+
+
+def _own(o: DumpedTokens, values: np.ndarray) -> np.ndarray:
+    """
+    Subtract from values of the core the means of tokens of this probability and of this token,
+    which other causes explain.
+    """
+    middle, token = o.middle[o.core], o.token[o.core]
+    weight = np.square(1 - np.exp(middle))
+    values = values - in_bins(middle, values, weight)
+    return np.asarray((values - mean_of_equal(token, values, weight)) * np.sqrt(weight))
+
+
+def _explained_by(kind: np.ndarray, d: np.ndarray, middle: np.ndarray) -> float:
+    """Share of `d^2` that the mean of its kind at tokens of this probability explains."""
+    rest = d.copy()
+    for which in np.unique(kind):
+        rest[kind == which] -= in_bins(middle[kind == which], d[kind == which])
+    return 1 - float(np.square(rest).sum()) / max(float(np.square(d).sum()), 1e-300)
 
 
 def _beyond_chance(ratios: np.ndarray) -> bool:

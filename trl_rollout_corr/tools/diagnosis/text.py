@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from ...messages import capitalized
 from ...settings.resolve import Settings
-from ..monitor.advice import STALE_WEIGHTS, Advice, advise, to_leave, with_fresh
+from ..monitor.advice import STALE_WEIGHTS, Advice, Correction, advise, to_leave, with_fresh
 from ..text import number, percent, yaml_lines
+from .causes import Cause
 from .effects import EFFECTS
 from .evidence import FLOOR, LARGE
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
@@ -81,7 +82,26 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     The remedy of a cause in its run: sentences, and the settings to paste, without the ones in
     effect. The settings remove the cause and correct for the rest of the gap.
     """
-    cause, settings, run = finding.cause, diagnosis.settings, diagnosis.fields
+    cause, settings, advice = finding.cause, diagnosis.settings, _advice(diagnosis)
+    rejecting = cause.correction == "rejecting"
+    removal, missing = _removal(cause, settings, diagnosis.fields)
+    sentences = [removal, *([_UNMEASURED] if rejecting and _only_weighs(advice, settings) else [])]
+    corrected = bool(cause.correction) and (_corrects(settings, rejecting=rejecting) or not advice.best.settings)
+    if not corrected:
+        rest, correction = _for_the_rest(advice if cause.correction else _NO_ADVICE, settings, missing)
+        return " ".join([*sentences, *rest]), {**missing, **correction}
+    if diagnosis.healthy and not cause.normal:
+        smaller = " ".join(sentences)
+        return (
+            f"Nothing, because the run corrects for it already. To make the gap smaller: {smaller[:1].lower()}{smaller[1:]}",
+            missing,
+        )
+    sentences += ["The run corrects for the rest already.", to_leave(advice, settings)]
+    return " ".join(filter(None, sentences)), missing
+
+
+def _removal(cause: Cause, settings: Settings | None, run: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """Sentences on how a run removes a cause, and the settings that it lacks for that."""
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
     missing, elsewhere = _possible(missing, settings, run)
     names_it = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(elsewhere) for name in cause.settings)
@@ -89,29 +109,26 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if cause.otherwise and not missing and not elsewhere:
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run uses this already: {done}. {cause.otherwise}"
-    advice = _advice(diagnosis)
-    if cause.correction == "rejecting" and _only_weighs(advice, settings):
-        text += f" {_UNMEASURED}"
-    if cause.correction and (
-        _corrects(settings, rejecting=cause.correction == "rejecting") or not advice.best.settings
-    ):
-        if diagnosis.healthy and not cause.normal:
-            return (
-                f"Nothing, because the run corrects for it already. To make the gap smaller: {text[:1].lower()}{text[1:]}",
-                missing,
-            )
-        return f"{text} The run corrects for the rest already. {to_leave(advice, settings)}".rstrip(), missing
-    correction = advice.best.settings if cause.correction else {}
-    beside = advice.best.remove if cause.correction else ()
+    return text, missing
+
+
+def _for_the_rest(
+    advice: Advice, settings: Settings | None, missing: Mapping[str, object]
+) -> tuple[list[str], Mapping[str, object]]:
+    """Sentences on the correction for the gap that is left, and its settings."""
+    beside = advice.best.remove
     if "rollout_correction" in missing and settings is not None:
         beside = settings.beside
+    sentences = []
     if beside:
-        text += f" Remove {', '.join(f'`{name}`' for name in beside)}, which would keep acting on top of the preset."
-    if cause.correction and advice.fresh is not None:
-        text += f" The preset is for {STALE_WEIGHTS}; {with_fresh(advice.fresh, settings)}."
-    return text, {**missing, **correction}
+        names = ", ".join(f"`{name}`" for name in beside)
+        sentences.append(f"Remove {names}, which would keep acting on top of the preset.")
+    if advice.fresh is not None:
+        sentences.append(f"The preset is for {STALE_WEIGHTS}; {with_fresh(advice.fresh, settings)}.")
+    return sentences, advice.best.settings
 
 
+_NO_ADVICE = Advice(Correction({}))
 _UNMEASURED = (
     "Weights of tokens limit such a token, and do not reject it. We have not trained with such tokens and fresh weights, so "
     "it is open which of the two is better."
