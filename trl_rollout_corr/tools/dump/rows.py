@@ -12,6 +12,11 @@ from .columns import COLUMNS, Column
 Tensors: TypeAlias = Mapping[str, torch.Tensor | None]
 
 
+def tokens_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tokens and masks of TRL's batch that a row needs."""
+    return {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+
+
 def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:
     """
     Split a batch of tensors `(B, ...)`, `mask` among them, into sequences on the CPU: all, or the

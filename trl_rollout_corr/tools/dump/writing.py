@@ -21,7 +21,7 @@ from ...trainers.watcher import Watcher
 from .claims import check_folder, claim
 from .folder import append_log, remove_oldest, rewind, write_rows
 from .in_effect import settings_in_effect
-from .rows import make_row, on_host
+from .rows import make_row, on_host, tokens_of
 
 
 def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
@@ -30,8 +30,7 @@ def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict
     column.
     """
     batch, advantages = corrected.batch, corrected.batch["advantages"]
-    tokens = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-    return tokens, {
+    return tokens_of(batch), {
         "mask": corrected.mask.bool(),
         "train_logps": corrected.train_logps,
         "rollout_logps": batch[ROLLOUT_LOGPS],

@@ -30,7 +30,7 @@ from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTra
 from ...trainers.trl_checks import Check, check_shared_process, distorting_options
 from ..diagnosis import DumpedTokens
 from ..dump.in_effect import settings_in_effect
-from ..dump.rows import make_row, on_host
+from ..dump.rows import make_row, on_host, tokens_of
 from ..dump.sequences import Sequences
 from .parts import Costs, Facts, Scored, Side
 
@@ -194,14 +194,16 @@ class Probe:
         rows: list[dict[str, Any]] = []
         for batch, ours, alone in zip(batches, logps, again, strict=True):
             mask = self.trainer._loss_mask(batch).bool()
-            none = torch.zeros(len(mask))
             columns = {
-                **{name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
-                **{"mask": mask, "keep": mask, "coefficients": mask.float()},
-                **{"reward": none, "advantage": none, "staleness": none},
-                **{"train_logps": ours, "rollout_logps": batch[ROLLOUT_LOGPS].float(), "again_logps": alone},
+                "mask": mask,
+                "train_logps": ours,
+                "rollout_logps": batch[ROLLOUT_LOGPS].float(),
+                "again_logps": alone,
+                "keep": mask,
+                "coefficients": mask.float(),
+                **dict.fromkeys(("reward", "advantage", "staleness"), torch.zeros(len(mask))),
             }
-            rows += [make_row(sequence, step=1) for sequence in on_host(columns)]
+            rows += [make_row(sequence, step=1) for sequence in on_host({**tokens_of(batch), **columns})]
         settings = self.run.settings
         written = settings_in_effect(self.run, settings)
         return DumpedTokens(Sequences.from_rows(rows), settings, written, self.about)
