@@ -69,7 +69,7 @@ class Costs(TypedDict, total=False):
     weights: float  # bytes, of both sides
 
 
-class Facts(TypedDict):
+class ProcessFacts(TypedDict):
     """Facts that a process knows about its run."""
 
     costs: Costs
@@ -85,7 +85,7 @@ class Scored(NamedTuple):
     """The answer of a process."""
 
     logps: Mapping[Side, np.ndarray]  # of all tokens
-    facts: Facts
+    facts: ProcessFacts
 
 
 class Part(NamedTuple):
@@ -196,7 +196,7 @@ def write_parts(parts: Sequence[Part]) -> str:
     return "\n".join([*lines, "Not measured: an adapter (a new one adds 0), older weights, and several ranks."]) + "\n"
 
 
-def candidates(facts: Facts, *, quick: bool) -> dict[str, dict[str, Any]]:
+def candidates(facts: ProcessFacts, *, quick: bool) -> dict[str, dict[str, Any]]:
     """Settings to try, by what they change. All of them drop the run's own 8 bits."""
     own, about, on_cpu = facts["engine_kwargs"], facts["about"], facts["device"] == "cpu"
     plain = {name: value for name, value in own.items() if name not in eight_bits(own)}

@@ -32,7 +32,7 @@ from ..diagnosis import DumpedTokens
 from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host, tokens_of
 from ..dump.sequences import Sequences
-from .parts import Costs, Facts, Scored, Side
+from .parts import Costs, ProcessFacts, Scored, Side
 
 
 Batch: TypeAlias = dict[str, torch.Tensor]
@@ -230,7 +230,7 @@ def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scori
     logps[Side.SAMPLER], costs["sampler"] = of_sampler(llm, batches, temperature)
     costs["weights"] = bytes_of_weights(probe.trainer.model, llm)
     observed = probe.observe(batches, scored[Side.AS_IT_IS], scored[Side.ALONE]) if first else None
-    facts: Facts = {
+    facts: ProcessFacts = {
         "costs": costs,
         "observed": observed,
         "about": probe.about,
