@@ -35,7 +35,7 @@ from ..dump.sequences import Sequences
 from .parts import Costs, ProcessFacts, Scored, Side
 
 
-Batch: TypeAlias = dict[str, torch.Tensor]
+TrlBatch: TypeAlias = dict[str, torch.Tensor]
 Trainer: TypeAlias = RolloutCorrectedGRPOTrainer | RolloutCorrectedRLOOTrainer
 Config: TypeAlias = RolloutCorrectedGRPOConfig | RolloutCorrectedRLOOConfig
 _TRAINERS: dict[str, tuple[type[Trainer], type[Config]]] = {
@@ -168,7 +168,7 @@ class Probe:
         self.inputs = next(iter(trainer.get_train_dataloader()))
         self.about = {"trainer": type(trainer).__name__, **trainer._metadata()}
 
-    def sample(self) -> list[Batch]:
+    def sample(self) -> list[TrlBatch]:
         """Push the weights and sample the first batch. Returns TRL's batches."""
         trainer = self.trainer
         trainer._last_loaded_step = -1
@@ -176,17 +176,17 @@ class Probe:
         trainer._prepare_inputs(self.inputs)
         return list(trainer._buffered_inputs)
 
-    def score(self, batches: list[Batch]) -> list[torch.Tensor]:
+    def score(self, batches: list[TrlBatch]) -> list[torch.Tensor]:
         """Score batches as the loss does, `(B, T)` each."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             return [self.trainer._score_again(batch).float() for batch in batches]
 
-    def score_alone(self, batches: list[Batch]) -> list[torch.Tensor]:
+    def score_alone(self, batches: list[TrlBatch]) -> list[torch.Tensor]:
         """Score batches one sequence at a time, without padding."""
         with self.trainer.compute_loss_context_manager():
             return [self.trainer._score_alone(batch, most=len(batch["prompt_ids"])) for batch in batches]
 
-    def observe(self, batches: list[Batch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> DumpedTokens:
+    def observe(self, batches: list[TrlBatch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> DumpedTokens:
         """
         Batches for a diagnosis, with log-probabilities of the trainer, `(B, T)` each, and of single
         sequences.
@@ -209,7 +209,7 @@ class Probe:
         return DumpedTokens(Sequences.from_rows(rows), settings, written, self.about)
 
 
-def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scoring: bool = True) -> Scored:
+def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, scoring: bool = True) -> Scored:
     """
     Sample unless batches are given, and score the tokens with both sides, or without `scoring` with
     vLLM alone. Writes sampled tokens.
@@ -242,7 +242,7 @@ def run(probe: Probe, output: Path, batches: list[Batch] | None = None, *, scori
     return Scored(logps, facts)
 
 
-def by_trainer(probe: Probe, batches: list[Batch], *, first: bool) -> tuple[dict[Side, list[torch.Tensor]], float]:
+def by_trainer(probe: Probe, batches: list[TrlBatch], *, first: bool) -> tuple[dict[Side, list[torch.Tensor]], float]:
     """
     Log-probabilities of the trainer, `(B, T)` per batch, and seconds to score once. Only the
     `first` process scores in every way.
@@ -262,7 +262,7 @@ def by_trainer(probe: Probe, batches: list[Batch], *, first: bool) -> tuple[dict
     return scored, seconds
 
 
-def of_tokens(batches: list[Batch], values: list[torch.Tensor]) -> np.ndarray:
+def of_tokens(batches: list[TrlBatch], values: list[torch.Tensor]) -> np.ndarray:
     """Values of the tokens of all completions, `(N,)`, from one tensor, `(B, T)`, per batch."""
     masks = [batch["completion_mask"].bool() for batch in batches]
     tokens = [x[mask].float() for x, mask in zip(values, masks, strict=True)]
@@ -287,7 +287,7 @@ def bytes_of_weights(model: Any, llm: Any) -> int:
     return int(of_vllm + sum(x.nbytes for x in model.parameters()))
 
 
-def of_sampler(llm: Any, batches: Sequence[Batch], temperature: float) -> tuple[np.ndarray, float]:
+def of_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> tuple[np.ndarray, float]:
     """
     Log-probabilities, `(N,)`, of tokens that the engine reads as prompt, and the seconds to
     continue.
