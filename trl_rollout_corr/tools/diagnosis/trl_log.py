@@ -37,7 +37,7 @@ class Suspicion(NamedTuple):
     settings: Mapping[str, object] = {}
 
 
-class Course(NamedTuple):
+class RatioCourse(NamedTuple):
     """The course of TRL's mean ratio in a log."""
 
     first: float  # mean ratio of the first entries
@@ -62,7 +62,7 @@ class Course(NamedTuple):
         return self.fall[1] - self.fall[0] <= _SUDDEN or (self.within <= 1 and self.n > 3)
 
 
-def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
+def course_of(entries: Sequence[Mapping[str, Any]]) -> RatioCourse | None:
     """The course of the ratio in a log with one entry per step in order; `None` without a ratio."""
     known = [(int(entry["step"]), x) for entry in entries if (x := value_of(entry, RATIO)) is not None]
     gap, length = _ends(entries, GAP), _ends(entries, LENGTH)
@@ -72,7 +72,9 @@ def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
     missing = len(lost), min(lost, default=0)
     if not known:
         whole = min(lost, default=0), max(lost, default=0)
-        return Course(math.nan, math.nan, whole, 0, math.nan, 0, whole, 0, gap, length, *missing) if lost else None
+        return (
+            RatioCourse(math.nan, math.nan, whole, 0, math.nan, 0, whole, 0, gap, length, *missing) if lost else None
+        )
     steps, ratios = np.array([step for step, _ in known]), np.array([x for _, x in known])
     width = max(len(ratios) // _MANY, 1)
     level = np.convolve(ratios, np.ones(width) / width, "valid")  # of a window that begins at each entry
@@ -84,7 +86,9 @@ def course_of(entries: Sequence[Mapping[str, Any]]) -> Course | None:
     dips = int((ratios < np.median(ratios) / 2).sum())
     fall = int(steps[begin]), int(steps[end])
     whole = int(steps[0]), int(steps[-1])
-    return Course(first, last, whole, len(ratios), float(ratios.min()), dips, fall, end - begin, gap, length, *missing)
+    return RatioCourse(
+        first, last, whole, len(ratios), float(ratios.min()), dips, fall, end - begin, gap, length, *missing
+    )
 
 
 def _ends(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float] | None:
@@ -161,7 +165,7 @@ _LONGER = _LENGTH._replace(
 )
 
 
-def suspicions(course: Course) -> list[Suspicion]:
+def suspicions(course: RatioCourse) -> list[Suspicion]:
     """
     Possible reasons for the ratios of a log, the strongest suspicion first; empty for ratios near
     1.
@@ -170,7 +174,7 @@ def suspicions(course: Course) -> list[Suspicion]:
     return [_LOST, *of_numbers] if course.lost else of_numbers
 
 
-def _per_token(course: Course) -> float | None:
+def _per_token(course: RatioCourse) -> float | None:
     """Nats per token that are enough for the last ratio if each completion gets one weight; `None` if unknown."""
     if course.length is None or not course.n:
         return None
@@ -190,7 +194,7 @@ def gap_of_ratio(ratio: float, length: float) -> float:
     return low / (2 * max(length, 1))
 
 
-def _of_numbers(course: Course) -> list[Suspicion]:
+def _of_numbers(course: RatioCourse) -> list[Suspicion]:
     """Possible reasons for the ratios that are numbers."""
     if course.fell:
         if course.sudden:
@@ -227,7 +231,7 @@ def headline(found: Sequence[Suspicion]) -> str:
     return f"Possible: {found[0].title}" if found else "Nothing suspicious in the ratios of this log"
 
 
-def detail(course: Course) -> str:
+def detail(course: RatioCourse) -> str:
     """Sentences on what the log shows."""
     first, last = course.steps
     parts = []
@@ -260,7 +264,7 @@ def detail(course: Course) -> str:
     return " ".join([*parts, f"A log contains means only, so it proves nothing. {_TO_FIND_OUT}"])
 
 
-def write_text(course: Course) -> str:
+def write_text(course: RatioCourse) -> str:
     """The suspicions as text for a terminal."""
     found = suspicions(course)
     lines = [f"{headline(found)}.", detail(course)]
@@ -270,7 +274,7 @@ def write_text(course: Course) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_json(course: Course) -> str:
+def write_json(course: RatioCourse) -> str:
     """The suspicions as JSON."""
     found = suspicions(course)
     causes = [

@@ -17,7 +17,7 @@ from ..analysis.recommend import recommend
 from ..analysis.run import Run
 from ..diagnosis import trl_log
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
-from ..diagnosis.trl_log import Course, suspicions
+from ..diagnosis.trl_log import RatioCourse, suspicions
 from ..dump.sequences import Sequences
 from ..monitor.rule import Alarm
 from ..text import number, percent, steps, yaml_lines
@@ -150,7 +150,7 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     return Section("diagnosis", "Diagnosis", cards=cards)
 
 
-def _suspected(course: Course) -> Section:
+def _suspected(course: RatioCourse) -> Section:
     """Section about what the log of TRL's own trainer suggests."""
     found = suspicions(course)
     cards = [Card(f"{trl_log.headline(found)}.", trl_log.detail(course), "warning" if found else "healthy")]

@@ -8,7 +8,7 @@ import pandas as pd
 from ...messages import PREFIX
 from ..analysis.run import Run
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
-from ..diagnosis.trl_log import Course, course_of, headline, of_trl, suspicions
+from ..diagnosis.trl_log import RatioCourse, course_of, headline, of_trl, suspicions
 from ..monitor.bands import HEALTHY, in_words
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import examine, is_small
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     windows: str  # the number of logging windows, in words
     alarms: list[Alarm]  # in the log, the most serious first
     diagnosis: Diagnosis | None  # the cause of the gap, on a page about this run alone
-    course: Course | None  # of TRL's ratio, in the log of a trainer of TRL
+    course: RatioCourse | None  # of TRL's ratio, in the log of a trainer of TRL
 
     @property
     def numbered_alarms(self) -> list[tuple[int, str, Alarm]]:
