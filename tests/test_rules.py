@@ -17,7 +17,7 @@ from trl_rollout_corr.tools.monitor.advice import ADVISED, STALE_WEIGHTS, advise
 from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
-from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE, ROUNDED, fill
+from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE_K3, ROUNDED, fill
 from trl_rollout_corr.tools.monitor.windows import Window
 
 
@@ -717,7 +717,7 @@ def test_an_uncorrected_collapse_is_announced(runs):
 def test_what_messages_say_about_large_gaps_is_what_runs_show(arena):
     """Most runs with a gap above the number in the text lost accuracy."""
     rows = {row["k3_kl"]: row for row in json.loads(arena.DATA.read_text())["gaps"]}
-    collapsed = rows[LARGE]["uncorrected"]
+    collapsed = rows[LARGE_K3]["uncorrected"]
     assert collapsed["collapse"] > sum(collapsed.values()) / 2
     lost = rows[HUGE]["corrected"]
     assert lost["collapse"] + lost["dip"] > sum(lost.values()) / 2

@@ -4,7 +4,7 @@ from typing import Any
 
 from . import conditions
 from .rule import Bound
-from .texts import FRESHER, LARGE, MOMENTUM, WIDEN
+from .texts import FRESHER, LARGE_K3, MOMENTUM, WIDEN
 
 
 def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
@@ -62,7 +62,7 @@ RULES = [
         "k3_kl",
         {
             "name": "k3_at_start",
-            "limit": LARGE,
+            "limit": LARGE_K3,
             "severity": "critical",
             "ends": True,
             "seen": "`k3_kl` has been at least {value:.2g} since the first step, above {limit:g}, where no update of the "

@@ -24,11 +24,11 @@ _ROUNDED = {
     "cache": f"an FP8 KV cache gave up to {ROUNDED['cache']:g}",
     "weights": f"FP8 or INT8 weights gave up to {ROUNDED['weights']:g}",
 }
-# Rounding does not explain a gap of `LARGE`, at which most uncorrected runs collapsed. At `HUGE`,
+# Rounding does not explain a gap of `LARGE_K3`, at which most uncorrected runs collapsed. At `HUGE`,
 # most corrected runs lost accuracy (`benchmarks/arena/alarms.json`)
-LARGE, HUGE = 0.1, 0.3
+LARGE_K3, HUGE = 0.1, 0.3
 _HARMLESS = "Not every run is harmed by a gap of this size."
-_COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE:g} collapsed."
+_COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE_K3:g} collapsed."
 _FEW = f"Most of our corrected runs with a gap above {HUGE:g} lost accuracy for a while or for good."
 _EXPLAINED = "The sampler is {age:.0f} step{s} old, which explains it unless the gap came suddenly."
 _OLD = "The sampler is {age:.0f} step{s} old, and such an age seldom explains a gap this large."
@@ -252,7 +252,7 @@ def _rounding(window: Window) -> str:
     if what == "few bits":
         return _FEW_BITS
     as_measured = what != "" and gap <= ROUNDED[what]
-    possible = what != "" or gap <= LARGE
+    possible = what != "" or gap <= LARGE_K3
     explained = _ROUNDING if as_measured else _SELDOM if possible else _NEVER
     return explained.format(gave=_gave(window))
 
@@ -289,7 +289,7 @@ def _by_origin(texts: Mapping[str, str], window: Window) -> str:
 
 
 def _uncorrected(window: Window) -> str:
-    return _by_origin(_UNCORRECTED_LARGE if _gap(window) > LARGE else _UNCORRECTED, window)
+    return _by_origin(_UNCORRECTED_LARGE if _gap(window) > LARGE_K3 else _UNCORRECTED, window)
 
 
 def _corrected(window: Window) -> str:
