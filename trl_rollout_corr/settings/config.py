@@ -13,7 +13,7 @@ from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
 from .of_trl import fields_of, given_to_trl
 from .presets import UNSET, settings_of
-from .resolve import Settings, in_words, resolve
+from .resolve import Settings, resolve, settings_in_words
 
 
 # On a command line: several values, and a flag that is true if only named
@@ -168,7 +168,7 @@ class RolloutCorrectionConfig:
     @property
     def description(self) -> str:
         """One sentence about the settings in effect."""
-        return in_words(self.settings)
+        return settings_in_words(self.settings)
 
     def check(self) -> Settings:
         """

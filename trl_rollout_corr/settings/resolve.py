@@ -184,7 +184,7 @@ _CLIPPING = {
 }
 
 
-def in_words(settings: Settings) -> str:
+def settings_in_words(settings: Settings) -> str:
     """One sentence about settings: the preset, weights, rejected tokens and mode."""
     with_changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
     name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}: "

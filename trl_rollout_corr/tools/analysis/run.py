@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from ...messages import SelfContainedError, warn
-from ...settings.resolve import Settings, in_words
+from ...settings.resolve import Settings, settings_in_words
 from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
@@ -62,7 +62,7 @@ def _read(path: Path) -> Run:
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
-        about["correction"] = in_words(settings)
+        about["correction"] = settings_in_words(settings)
         entries = [*read_logs(folder), *entries]
     merged = merge(entries)
     if not merged and dump is None:
