@@ -259,11 +259,6 @@ def truncation(config: Any) -> dict[str, object]:
     return {name: value for name, value in distorting_options(config).items() if name in TRUNCATION}
 
 
-def neutral(name: str) -> float:
-    """Value at which an option of sampling does not change the distribution."""
-    return _NEUTRAL.get(name, (0.0,))[0]
-
-
 # In the order in which a user learns of them: refusals come first
 Check = Callable[[Any, Settings], None]
 _OF_SAMPLING: list[Check] = [
