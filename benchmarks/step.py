@@ -36,6 +36,7 @@ import smollm2
 import torch
 import transformers
 import vllm
+from reloading import push_by_reload
 from sorting import make_prompts, make_tokenizer
 from tables import STEP, markdown
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
@@ -48,7 +49,6 @@ from trl_rollout_corr import (
     RolloutCorrectedRLOOConfig,
     RolloutCorrectedRLOOTrainer,
 )
-from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)

@@ -434,9 +434,9 @@ def test_the_types_of_the_server_are_in_the_dump(make, tmp_path, monkeypatch):
     trainer = make(rollout_dump_dir=str(tmp_path / "dump"))
     model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.bfloat16"}
     server = {"model_config": model, "cache_config": {"cache_dtype": "fp8_e5m2"}}
-    monkeypatch.setattr("trl_rollout_corr.asynchronous.trainer.AsyncRolloutWorker", WorkerHere)
+    monkeypatch.setattr("trl_rollout_corr.asynchronous.server_pushes.AsyncRolloutWorker", WorkerHere)
     monkeypatch.setattr(trainer, "vllm_client", Namespace(server_url="http://there"), raising=False)
-    monkeypatch.setattr("trl_rollout_corr.asynchronous.trainer.read_configuration", lambda url: server)
+    monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)
     with pytest.warns(UserWarning, match="The trainer computes in float32 and the sampler in bfloat16"):
         trainer.train()
     about = open_dump(tmp_path / "dump").about

@@ -24,6 +24,7 @@ CORE = {
         "keys",
         "metadata",
         "model_checks",
+        "ranks",
         "observer",
         "watcher",
         "gradient_check",

@@ -29,11 +29,11 @@ from tests.training import (
     micro_batches,
     plain_model,
     policy_logps,
+    push_by_reload,
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
-from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 import pytest
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from tests.training import VLLM, build, freeze_sampler, logged, losses
+from tests.training import VLLM, build, freeze_sampler, logged, losses, push_by_reload
 from trl_rollout_corr import (
     RolloutCorrectedGRPOConfig,
     RolloutCorrectedGRPOTrainer,
@@ -21,7 +21,6 @@ from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.monitor.stock import CLIPPED, GAP, GAP_MAX, LENGTH, RATIO, RATIO_MAX, RATIO_MIN
 from trl_rollout_corr.tools.text import yaml_lines
-from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 OF_TRL = "vllm_importance_sampling_"

@@ -20,6 +20,7 @@ from tests.training import (
     logged,
     losses,
     micro_batches,
+    push_by_reload,
 )
 from tests.vision import (
     TOKENS_OF_AN_IMAGE,
@@ -33,7 +34,7 @@ from tests.vision import (
 from trl_rollout_corr import compute_rollout_correction
 from trl_rollout_corr.tools.dump.reading import open_dump
 from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
-from trl_rollout_corr.trainers.pushes import forget_images, push_by_reload
+from trl_rollout_corr.trainers.pushes import forget_images
 
 
 pytest.importorskip("PIL")

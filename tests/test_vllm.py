@@ -21,12 +21,12 @@ from tests.training import (
     freeze_sampler,
     logged,
     losses,
+    push_by_reload,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
 from trl_rollout_corr.tools.diagnosis.text import sure
 from trl_rollout_corr.tools.translation.of_trl import from_trl
-from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 pytestmark = pytest.mark.vllm

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import trl_rollout_corr
-from tests.launching import free_port
+from tests.launching import benchmarks, free_port
 from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
@@ -46,6 +46,13 @@ class Trainers(Mapping[str, tuple[type, type]]):
 
 
 TRAINERS = Trainers()
+
+
+def push_by_reload(generation):
+    """As the benchmarks do: TRL's own trainers cannot push weights to a vLLM on a CPU."""
+    with benchmarks("") as load:
+        load("reloading").push_by_reload(generation)
+
 
 # (gradient_accumulation_steps, steps_per_generation, num_iterations)
 SCHEDULES = {

@@ -37,14 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        output, refusal = "", ""
         try:
             output = args.run(args)
         except Exception as error:  # a traceback would exit with 1, which means that something was found
-            print(visible(" ".join(_refusal(args, error).split())), file=sys.stderr)
-            return 2
+            refusal = _refusal(args, error)
     messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
-    for message in dict.fromkeys(messages):
+    for message in dict.fromkeys(messages):  # also of a command that failed: they may say why
         print(f"warning: {visible(message)}", file=sys.stderr)
+    if refusal:
+        print(visible(" ".join(refusal.split())), file=sys.stderr)
+        return 2
     sys.stdout.write(output)
     return int(args.code)
 

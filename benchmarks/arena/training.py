@@ -11,6 +11,7 @@ from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import quickstart  # first: it sets the environment of vLLM and transformers
 import samplers
@@ -18,6 +19,7 @@ import torch
 import transformers
 import vllm
 from plan import LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
+from reloading import push_by_reload
 from rules import with_rule
 from tasks import TASKS, accuracy, dense_answer, exact_answer, forgiving_answer, warm_start
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
@@ -26,7 +28,6 @@ from trl.generation import vllm_generation
 from witness import ForceWitness, MovedNumbers
 
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.trainers.pushes import push_by_reload
 
 
 MODELS = Path(__file__).parents[2] / ".cache/arena"

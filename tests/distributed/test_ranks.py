@@ -96,7 +96,9 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         "vllm": WITH_VLLM if find_spec("vllm") else {},
         "delivery": {"grpo": LOSES_WEIGHTS} if find_spec("vllm") else {},
         "asynchronous": {
-            name: {"asynchronous": True, **case} for name, case in ASYNCHRONOUS.items() if HAS_ASYNCHRONOUS
+            name: {"asynchronous": True, **case}
+            for name, case in {**ASYNCHRONOUS, **ASYNCHRONOUS_DISAGREEMENTS}.items()
+            if HAS_ASYNCHRONOUS
         },
     }
     cases = {
@@ -329,6 +331,9 @@ DISAGREEMENTS["rejected before the baseline"] = {
 }  # fmt: skip
 
 
+DISAGREEMENTS["one rank says that its sampler is older"] = {"bypass_mode": True, "on_one_rank": ["announces", 1]}
+
+
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_ranks_may_disagree(two_ranks, case):
     ranks = two_ranks.results["disagreement"][case]
@@ -352,6 +357,15 @@ ASYNCHRONOUS = {
         **_ASYNC, **_NORMALISED, "rollout_is": "sequence", "bypass_mode": True, "rollout_loss_type": "reinforce"
     },
 }  # fmt: skip
+
+
+# What one rank knows, or cannot do, in the checks of a push. The sampler is in this process, so nothing scores at its side
+SCORES = {**_ASYNC, "rollout_monitor": "warn", "rollout_diagnose": True}
+ASYNCHRONOUS_DISAGREEMENTS = {
+    "the trainer cannot score on one": {**SCORES, "on_one_rank": ["cannot score", 1]},
+    "one has a server that guesses tokens": {**SCORES, "on_one_rank": ["speculates", 0]},
+    "all score": SCORES,
+}
 
 
 asynchronous = pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="the asynchronous trainer is that of TRL 1.16")
@@ -381,6 +395,15 @@ def test_asynchronous_off_on_two_ranks_is_trl(two_ranks):
     # one at the start, one at each of two logs, and with each of eight micro-batches that TRL sends, four tensors more
     # Samples come from this process: there is no server, whose weights could be looked at
     assert found["off"][0]["collectives"] - found["plain"][0]["collectives"] == 3 + 4 * 8
+
+
+@asynchronous
+@pytest.mark.parametrize("case", ASYNCHRONOUS_DISAGREEMENTS)
+def test_no_rank_leaves_the_scores_after_a_push_alone(two_ranks, case):
+    ranks = two_ranks.results["asynchronous"][case]
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+    assert ranks[0]["steps"] == ranks[1]["steps"] == SCORES["max_steps"]
+    assert ranks[0]["collectives"] == ranks[1]["collectives"]
 
 
 # Engines --------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,28 @@ def lose_this_machine(how: str):
     getattr(psutil.Process(), how)()
 
 
+def fail_on_this_rank(trainer):
+    """Two ranks, of which this one cannot score a text with the trainer, as when its memory is full."""
+
+    def score(ids, n):
+        raise torch.OutOfMemoryError("no memory for the logits")
+
+    trainer._pushes.score = score
+
+
+def speculate(trainer):
+    """The configuration of a server that guesses tokens, which only this rank knows."""
+    trainer._engine_config = {"speculative_config": {"method": "ngram"}}
+
+
+def announce(trainer):
+    """Say on this rank alone that the sampler has older weights."""
+    trainer.rollout_step = 0
+
+
+ONE_RANK = {"cannot score": fail_on_this_rank, "speculates": speculate, "announces": announce}
+
+
 class CountedCollectives:
     """Counts the collectives that are started, by wrapping the functions of `torch.distributed` that start them."""
 
@@ -180,9 +202,12 @@ def main():
 def run(name: str, case: dict, folder: Path):
     """Train one case, and write what happened."""
     resume, loses_weights = case.pop("resume", None), case.pop("loses_weights", False)
+    what, where = case.pop("on_one_rank", (None, None))
     trainer = build(case, folder / name)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     assert world == int(os.environ.get("WORLD_SIZE", "1")), "each process thinks that it is alone"
+    if rank == where:
+        ONE_RANK[what](trainer)
     inputs = [] if case.get("plain") or case.get("asynchronous") else record_inputs(trainer)
     error = None
     lost = losing("everything") if loses_weights else nullcontext()

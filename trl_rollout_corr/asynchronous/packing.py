@@ -27,7 +27,23 @@ class Terms:
         """
         return terms[self._index.clamp(min=0)]
 
-    def collect(self, tokens: torch.Tensor, n: int) -> torch.Tensor:
-        """The `n` loss terms, `(M,)`, from completions, `(B, T)`."""
+    def collect(self, tokens: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        """Loss terms, `(M,)`, from completions, `(B, T)`; those of no token stay as in `otherwise`, `(M,)`."""
+        n = len(otherwise)
         place = torch.where(self.mask, self._index, n)  # tokens without a loss term all go to one extra place
-        return tokens.new_zeros(n + 1).scatter_(0, place.flatten(), tokens.flatten())[:n]
+        terms = torch.cat([otherwise.to(tokens.dtype), tokens.new_zeros(1)])
+        return terms.scatter_(0, place.flatten(), tokens.flatten())[:n]
+
+
+def with_a_term(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    TRL's batch with a loss term in a row that has none, because TRL 1.16 raises an error there. Its
+    advantage is 0, so it adds nothing to loss and gradient, and its ratio becomes 1.
+    """
+    if len(inputs["old_log_probs"][inputs["token_index"] >= 0]):
+        return inputs
+    first = {"token_index": 0, "segment_id": 0, "advantages": 0.0, "old_log_probs": torch.nan}
+    added = {key: inputs[key].clone() for key in first}
+    for key, value in first.items():
+        added[key][0, 0] = value
+    return {**inputs, **added}

@@ -180,9 +180,9 @@ def _check_order(batch: Mapping[str, Any], terms: list[list[np.ndarray]]) -> Non
 
 
 def _padded(values: Sequence[Sequence[Any]], padding: float, dtype: torch.dtype) -> torch.Tensor:
-    """Padded tensor, `(R, B, T)`, from the numbers of each completion of each row."""
+    """Padded tensor, `(R, B, T)` with at least one token, from the numbers of each completion of each row."""
     n_completions = max(len(of_row) for of_row in values)
-    length = max((len(x) for of_row in values for x in of_row), default=0)
+    length = max([1, *(len(x) for of_row in values for x in of_row)])
     padded = torch.full((len(values), n_completions, length), padding, dtype=dtype)
     for row, of_row in zip(padded, values, strict=True):
         for completion, x in zip(row, of_row, strict=False):

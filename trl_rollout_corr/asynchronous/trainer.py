@@ -26,11 +26,11 @@ from ..trainers.keys import MISSING, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_ST
 from ..trainers.metadata import engine_metadata
 from ..trainers.model_checks import check_types
 from ..trainers.observer import CorrectedBatch
+from ..trainers.ranks import leaving_together
 from ..trainers.trl_checks import ReadByTrainer
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
-from ..trainers.vllm_engine import check_server_logprobs, read_configuration
 from .checks import CHECKS
-from .packing import Terms
+from .packing import Terms, with_a_term
 from .placeholders import CorrectedPolicy, Placeholder
 from .samples import ADVANTAGES, TERMS, TEXT, TEXT_PREFIX, TOOLS, AnnotatedSamples, LayoutCollator, WatchedQueue
 from .server_pushes import PushesToServer
@@ -108,6 +108,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     # Defaults, as in `RolloutCorrectionMixin`: TRL's own tests call methods of a trainer that was
     # never initialised
     _watched_queue: WatchedQueue | None = None  # on the main process
+    _server_checked = False
 
     _trl_class = AsyncGRPOTrainer
     _config_class = RolloutCorrectedAsyncGRPOConfig
@@ -130,8 +131,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
             drain_at_stop(self.rollout_worker)
         self._pushes = PushesToServer(self)
-        if self._pushes.is_adapter and self._pushes.server is not None:
-            check_patterns(self._pushes.server, served_adapter(self._bare(self.model)))
+        with leaving_together(self.accelerator):
+            if self._pushes.is_adapter and self._pushes.server is not None:
+                check_patterns(self._pushes.server, served_adapter(self._bare(self.model)))
         self._set_up_observer()
 
     def _metadata(self) -> dict[str, str]:
@@ -155,17 +157,16 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         inner.collate_fn = LayoutCollator(inner.collate_fn, with_text, self.processing_class.pad_token_id)
 
     def _sync_weight(self) -> None:
-        if self._engine_config is None:
+        if not self._server_checked:
             self._check_server()
         self._pushes.push(super()._sync_weight)
         self._step_of_version[self.model_version] = self.state.global_step
 
     def _check_server(self) -> None:
-        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # only on the main process
-            self._engine_config = read_configuration(self.vllm_client.server_url)
-            check_server_logprobs(self._engine_config["model_config"]["logprobs_mode"], self.temperature)
-            self._about |= engine_metadata(self._engine_config)  # in place, for the dump
-            check_types(self._about)
+        self._server_checked = True
+        self._read_server(self._pushes.server)
+        self._about |= engine_metadata(self._engine_config)  # in place, for the dump
+        check_types(self._about)
 
     # The loss ---------------------------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        terms = Terms(inputs[TERMS][0])
+        inputs, terms = with_a_term(inputs), Terms(inputs[TERMS][0])
         batch = self._completions_of(inputs, terms)
         self._pushes.keep(batch)  # may score texts, which is no part of the forward pass below
         keys: tuple[str, ...] = ("advantages", "old_log_probs") if self._settings.changes_loss else ()
@@ -212,11 +213,10 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
         self._observer.trained(self._now, corrected.mask, n_dropped)
-        n = len(logps)
         if "advantages" in placeholders:
-            coefficients = terms.collect(corrected.coefficients, n)
+            coefficients = terms.collect(corrected.coefficients, torch.zeros_like(logps))
             placeholders["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
-            placeholders["old_log_probs"].fill(selected, terms.collect(anchor, n))
+            placeholders["old_log_probs"].fill(selected, terms.collect(anchor, logps))
         elif placeholders:  # a ratio of 1 where the sampler has no number, as TRL's other trainers take it
             old = inputs["old_log_probs"][selected]
             placeholders["old_log_probs"].fill(selected, torch.where(old.isfinite(), old, logps.to(old.dtype)))

@@ -6,6 +6,7 @@ Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a sta
 interface.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
@@ -15,7 +16,7 @@ from ..settings.config import RolloutCorrectionConfig
 
 
 # Keys of the YAML, of any type: `RolloutCorrectedGRPOConfig` checks their values
-FIELDS = [*RolloutCorrectionConfig.__dataclass_fields__]
+FIELDS = [field.name for field in fields(RolloutCorrectionConfig)]
 KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
 RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
 # A name, because the import must come later: importing Axolotl's trainers joins the fields of its

@@ -81,9 +81,8 @@ class Tokens(NamedTuple):
 class Rejection(NamedTuple):
     """Result of one [`Criterion`]. `(B, 1)` for criteria of sequences, else `(B, T)`."""
 
-    statistic: (
-        torch.Tensor
-    )  # compared with the bounds; 0 for a token that does not count, and a sequence without tokens
+    # compared with the bounds; 0 for a token that does not count, and a sequence without tokens
+    statistic: torch.Tensor
     high: torch.Tensor  # 1 above the upper bound, else 0
     low: torch.Tensor  # 1 below the lower bound, else 0
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
@@ -26,7 +27,9 @@ from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
 from .metadata import engine_metadata, trainer_metadata
 from .model_checks import check_dropout, check_types
 from .observer import CorrectedBatch, Moment, Observer
+from .ranks import largest, leaving_together
 from .trl_interface import check_config_class
+from .vllm_engine import check_server_logprobs, read_configuration
 from .watcher import Watcher, watchers_among
 
 
@@ -106,21 +109,24 @@ class CorrectsBatches(_Host):
                     f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
                     "settings are read. Build the trainer with the new value."
                 )
+        self._observer.restart()  # a run that was interrupted within a step leaves sums
         checkpoint = kwargs.get("resume_from_checkpoint", args[0] if args else None)
         reads_steps = any(watcher.reads_steps for watcher in self._watchers)
-        everywhere = self._on_every_rank(reads_steps)
+        everywhere = not largest(self.accelerator, int(not reads_steps))
         for watcher in self._watchers:
             watcher.begins(self, checkpoint, everywhere=everywhere)
         if self.is_world_process_zero():
             tqdm.write(f"Rollout correction {__version__}: {self.args.description}")
         return super().train(*args, **kwargs)
 
-    def _on_every_rank(self, fact: bool) -> bool:
-        """True if a fact is true on every rank. All ranks must call it."""
-        if self.accelerator.num_processes == 1:
-            return fact
-        facts = self.accelerator.gather(torch.tensor([fact], device=self.accelerator.device))
-        return bool(facts.all())
+    def _read_server(self, url: str | None) -> None:
+        """Read and check the configuration of a server, which the main process knows, on every rank."""
+        with leaving_together(self.accelerator):
+            answer = [read_configuration(url) if url is not None else None]
+        broadcast_object_list(answer, from_process=0)
+        if answer[0] is not None:
+            self._engine_config = answer[0]
+            check_server_logprobs(answer[0]["model_config"]["logprobs_mode"], self.temperature)
 
     def _record(self, corrected: CorrectedBatch) -> None:
         """Add a corrected batch to the metrics, and show it to the watchers."""

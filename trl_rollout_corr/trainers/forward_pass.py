@@ -44,6 +44,7 @@ choices of its batch.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -72,10 +73,14 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def logps_of_logits(model: Any, accelerator: Any, ids: torch.Tensor, n: int, **inputs: Any) -> torch.Tensor:
     """Log-probabilities, `(n,)`, of the last `n` tokens of `ids`, `(1, S)`, without temperature."""
+    bare = accelerator.unwrap_model(model)
+    base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    if "logits_to_keep" in signature(type(base).forward).parameters:  # the logits of a whole text may not fit
+        inputs["logits_to_keep"] = n + 1
     with accelerator.autocast():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, -n - 1 : -1]
-    logps: torch.Tensor = logits.float().log_softmax(-1).gather(1, ids[0, -n:, None])[:, 0]
-    return logps
+    blocks = zip(logits.split(256), ids[0, -n:, None].split(256), strict=True)  # each copied to float32
+    return torch.cat([rows.float().log_softmax(-1).gather(1, tokens)[:, 0] for rows, tokens in blocks])
 
 
 class ForwardPass:
@@ -178,9 +183,8 @@ class Generation(ForwardPass):
     prompts: list[list[int]] | None = None  # that vLLM read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
-    missing: list[list[bool]] | None = (
-        None  # tokens of which a rollout function has no log-probability, per completion
-    )
+    # tokens of which a rollout function has no log-probability, per completion
+    missing: list[list[bool]] | None = None
 
     def other_prompt(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[int], list[int]] | None:
         """First prompt that vLLM and the trainer read differently, from both, or `None`."""
@@ -203,11 +207,9 @@ class Generation(ForwardPass):
 
     def mask_of_loss(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""
-        return (
-            completion_mask
-            if self.tool_mask is None
-            else completion_mask * _padded(self.tool_mask, completion_mask, 1)
-        )
+        if self.tool_mask is None:
+            return completion_mask
+        return completion_mask * _padded(self.tool_mask, completion_mask, 1)
 
 
 class Scoring(ForwardPass):
@@ -254,10 +256,11 @@ class Scoring(ForwardPass):
         """
         lists = (self.generation.logprobs, self.rewards, self.generation.turn_ids)
         rows = [len(x) for x in lists if x is not None]
-        if any(length != n for length in rows):
+        others = [length for length in rows if length != n]
+        if others:
             raise RuntimeError(
                 f"`{owner}._generate_and_score_completions` returned {n} completions, "
-                f"but {rows[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
+                f"but {others[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
                 "batches in a subclass of the corrected trainer, where each part carries the log-probabilities of its sampler."
             )
 

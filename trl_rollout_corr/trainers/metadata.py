@@ -11,11 +11,8 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)
-    kind = (
-        next((getattr(a.peft_type, "value", a.peft_type) for a in adapters.values()), "")
-        if isinstance(adapters, dict)
-        else ""
-    )
+    configs = list(adapters.values()) if isinstance(adapters, dict) else []
+    kind = next((getattr(config.peft_type, "value", config.peft_type) for config in configs), "")
     mixed = any("experts" in name.split(".") for name, _ in model.named_modules())
     return {"trainer_dtype": computes, "adapter": str(kind or "none"), "experts": "routed" if mixed else "none"}
 
@@ -23,21 +20,22 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
 def engine_metadata(config: Any) -> dict[str, str]:
     """Known types and quantization of vLLM, from its `VllmConfig` or from a server's mapping."""
     metadata = {
-        "sampler_dtype": _get(config, "model_config", "dtype"),
-        "sampler_head_dtype": _get(config, "model_config", "head_dtype"),
-        "kv_cache_dtype": _get(config, "cache_config", "cache_dtype"),
-        "quantization": _get(config, "model_config", "quantization"),
+        "sampler_dtype": part_of(config, "model_config", "dtype"),
+        "sampler_head_dtype": part_of(config, "model_config", "head_dtype"),
+        "kv_cache_dtype": part_of(config, "cache_config", "cache_dtype"),
+        "quantization": part_of(config, "model_config", "quantization"),
     }
     return {name: _name(value) for name, value in metadata.items() if value is not None}
 
 
 def quantises(config: Any) -> bool:
     """True if vLLM with this `VllmConfig` quantises weights of higher precision at loading."""
-    quantization = _get(config, "quant_config")
+    quantization = part_of(config, "quant_config")
     return quantization is not None and quantization.get_name() == "online"
 
 
-def _get(config: Any, *path: str) -> Any:
+def part_of(config: Any, *path: str) -> Any:
+    """A part of vLLM's configuration, an object or a server's mapping; `None` if it is missing."""
     for name in path:
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return config

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..door import tool
@@ -47,7 +46,7 @@ from .replay import Replay
 from .scoring import score_alone, sequences_of
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
-from .vllm_engine import IMAGES, check_server_logprobs, read_configuration, warn_about_images, watch_sampler
+from .vllm_engine import IMAGES, warn_about_images, watch_sampler
 
 
 class RolloutCorrectionMixin(CorrectsBatches):
@@ -113,12 +112,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     def _check_server(self) -> None:
         if self.vllm_mode == "server":
-            info: list[Any] = [None]
-            if self.accelerator.is_main_process:  # only this process is connected to the server
-                info = [read_configuration(self.vllm_generation.vllm_client.base_url)]
-            broadcast_object_list(info, from_process=0)  # so that every rank raises, or none
-            self._engine_config = info[0]
-            check_server_logprobs(info[0]["model_config"]["logprobs_mode"], self.temperature)
+            main = self.accelerator.is_main_process  # only this process is connected to the server
+            self._read_server(self.vllm_generation.vllm_client.base_url if main else None)
         elif hasattr(self.vllm_generation, "llm"):
             self._engine_config = self.vllm_generation.llm.llm_engine.vllm_config
 
@@ -206,7 +201,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         if (missing := scoring.generation.padded_missing(completion_ids)) is not None:
             output[MISSING] = missing
         self._note_origin(output)
-        if self.model.training:
+        if self.model.training and self.num_iterations > 1:  # otherwise each completion is visited once
             self._first_visits = 0
             output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):

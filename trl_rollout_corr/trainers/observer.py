@@ -50,8 +50,12 @@ class Observer:
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
-        self.settings = settings
-        self.windows = {mode: LoggingWindow(accelerator) for mode in ("train", "eval")}
+        self.settings, self.accelerator = settings, accelerator
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all sums."""
+        self.windows = {mode: LoggingWindow(self.accelerator) for mode in ("train", "eval")}
 
     def add(self, mode: str, sums: Sums) -> None:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
@@ -66,8 +70,9 @@ class Observer:
         old_logps: torch.Tensor | None,
     ) -> None:
         """Count ages, `(B,)` in optimizer steps, and the gap of current to old policy, `(B, T)`."""
-        if ages is not None:
-            self.add(now.mode, Staleness.of(count_ages(ages)))
+        # Also without ages, which another rank may know: all ranks gather the same kinds of sums
+        known = torch.full((1,), torch.nan, device=mask.device) if ages is None else ages
+        self.add(now.mode, Staleness.of(count_ages(known)))
         if old_logps is not None and old_logps is not current_logps:
             self.add(now.mode, Staleness.of(update_gap(old_logps, current_logps, mask)))
 

@@ -8,12 +8,10 @@ checks of pushes ([`~trl_rollout_corr.tools.arrival.push_checks.PushChecks`]) se
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..door import tool
@@ -51,21 +49,7 @@ def needs_reload(generation: VLLMGeneration) -> bool:
     return generation.accelerator.device.type == "cpu" or quantises(generation.llm.llm_engine.vllm_config)
 
 
-def push_by_reload(generation: VLLMGeneration) -> None:
-    """Let one of TRL's own trainers push weights through vLLM's reload where its own push fails."""
-    if not needs_reload(generation):
-        return
-    sync_weights = generation.sync_weights
-
-    @wraps(sync_weights)
-    def reload_weights(*args: Any, **kwargs: Any) -> None:
-        with sending(generation, "_iter_named_params", lambda weights: _reload(generation, weights)):
-            sync_weights(*args, **kwargs)
-
-    generation.sync_weights = reload_weights
-
-
-def _reload(generation: VLLMGeneration, weights: Weights) -> Weights:
+def reload(generation: VLLMGeneration, weights: Weights) -> Weights:
     """Push all weights. TRL, left with none, wakes the engine before and clears its cache after."""
     push(generation.llm, weights)
     return ()
@@ -133,11 +117,6 @@ class Pushes:
         """Type of the weights of the sampler."""
         return engine_metadata(self.trainer._engine_config).get("sampler_dtype", "bfloat16")
 
-    def broadcast(self, values: list) -> list:
-        """The list of the main process, on every rank."""
-        broadcast_object_list(values, from_process=0)
-        return values
-
     def leaving_base_alone(self, model: Any) -> Any:
         """Context in which a push of an adapter changes no weight of its base."""
         if not hasattr(model, "merge_adapter"):
@@ -201,7 +180,7 @@ class PushesToVLLM(Pushes):
     def _sent(self, weights: Weights) -> Weights:
         """Weights that TRL still has to send."""
         generation, noted = self.trainer.vllm_generation, self.noting(weights)
-        return _reload(generation, noted) if needs_reload(generation) else noted
+        return reload(generation, noted) if needs_reload(generation) else noted
 
     @property
     def scores_at_once(self) -> bool:  # type: ignore[override]  # a sleeping engine drops its weights when done

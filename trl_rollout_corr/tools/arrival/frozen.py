@@ -1,11 +1,12 @@
 """Check that a push of weights leaves the frozen weights of the trainer as they are."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from ...messages import capitalized, notify
+from ...trainers.ranks import largest
 from .fingerprints import QUANTISED, READABLE, fingerprint
 
 
@@ -22,17 +23,16 @@ class FrozenCheck:
     again from the result. Sampler and trainer share the drift, so no gap between them shows it.
 
     A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`]
-    raises an error at the next push. `model` is the trainer's, not wrapped; `on_any_rank` tells all
-    ranks whether something is true on one of them.
+    raises an error at the next push. `model` is the trainer's, not wrapped.
     """
 
-    def __init__(self, model: torch.nn.Module, on_any_rank: Callable[[bool], bool]) -> None:
+    def __init__(self, model: torch.nn.Module, accelerator: Accelerator) -> None:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         # weights under an adapter first, because a merge changes them
         under = {name: p for name, p in frozen.items() if ".base_layer." in name} or frozen
         names = [*under]
         self._chosen = {name: under[name] for name in names[:: max(1, len(names) // MOST)][:MOST]}
-        self._on_any_rank = on_any_rank
+        self._accelerator = accelerator
         self._quantised = any(p.dtype in QUANTISED or hasattr(p, "quant_state") for p in self._chosen.values())
         self._before: dict[str, torch.Tensor] = {}
         self.changed: list[str] = []
@@ -52,9 +52,8 @@ class FrozenCheck:
         if self.changed or not self._chosen:
             return
         now = self._read()
-        same = [torch.equal(now[name], x) for name, x in self._before.items() if name in now]
-        names = [name for name, equal in zip(self._before, same, strict=False) if not equal]
-        if not self._on_any_rank(bool(names)):
+        names = [name for name, x in self._before.items() if name in now and not torch.equal(now[name], x)]
+        if not largest(self._accelerator, len(names)):
             return
         self.changed = names or ["weights of another rank"]
         listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
@@ -82,7 +81,7 @@ class FrozenCheck:
         return {
             name: fingerprint(part)
             for name, p in self._chosen.items()
-            if (part := _own_part(p)).numel() and part.dtype in READABLE | QUANTISED
+            if (part := _own_part(p)).numel() and part.dtype in READABLE | QUANTISED and not part.is_meta  # offloaded
         }
 
 

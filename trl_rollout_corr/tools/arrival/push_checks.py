@@ -12,6 +12,8 @@ import torch
 
 from ...correction.sums import Applied, SegmentedSums, Sums
 from ...messages import notify
+from ...trainers.metadata import part_of
+from ...trainers.ranks import largest, leaving_together
 from .engine import noting_cached, score_in_process
 from .fingerprints import read
 from .frozen import FrozenCheck
@@ -38,7 +40,7 @@ class PushChecks:
     def __init__(self, pushes: Any, model: torch.nn.Module) -> None:
         self.pushes, self.trainer = pushes, pushes.trainer
         self.weights = WeightCheck(self.read_sampler, model, lambda: pushes.sampler_dtype)
-        self.frozen = FrozenCheck(model, self._on_any_rank)
+        self.frozen = FrozenCheck(model, pushes.trainer.accelerator)
         self.adapters = AdapterCheck()
         self.old_cache = False  # keys and values of older weights were read
         self._told_replicas = False
@@ -63,14 +65,16 @@ class PushChecks:
         self.frozen.after(step)
         if self.frozen.changed:
             trainer._about["frozen_base"] = ", ".join(self.frozen.changed[:3])  # for the dump
-        announced = trainer.rollout_step not in (None, step)  # a sampler may hold older weights on purpose
+        # a sampler may hold older weights on purpose, and perhaps only one rank says so
+        announced = bool(largest(trainer.accelerator, int(trainer.rollout_step not in (None, step))))
         folder = folder_of_adapter()
-        if folder is None:
-            self.weights.judge(step, announced=announced, doubt=self.pushes.doubt)
-            self._count_unmoved()
-        elif self.pushes.server is not None:
-            name = self.pushes.served_model
-            self.adapters.pushed(self.pushes.server, name, folder, self.weights.trained(), step)
+        with leaving_together(trainer.accelerator):
+            if folder is None:
+                self.weights.judge(step, announced=announced, doubt=self.pushes.doubt)
+                self._count_unmoved()
+            elif self.pushes.server is not None:
+                name = self.pushes.served_model
+                self.adapters.pushed(self.pushes.server, name, folder, self.weights.trained(), step)
         self.rescore.pushed(announced=announced)
         if self.pushes.engine is not None and not self.old_cache:
             noting_cached(self.pushes.engine.llm, lambda tokens: self._tell_about_cache(tokens, step))
@@ -142,14 +146,14 @@ class PushChecks:
 
     def _longest(self) -> int | None:
         """Most tokens that the sampler can read; `None` if unknown."""
-        length: int | None = _get(self.trainer._engine_config, "model_config", "max_model_len")
+        length: int | None = part_of(self.trainer._engine_config, "model_config", "max_model_len")
         return length
 
     def _reason_not_to_ask(self) -> str:
         """A reason why log-probabilities of a text are missing or wrong, or an empty text."""
         if hasattr(self.trainer.processing_class, "image_processor"):
             return "a text that is scored once more cannot have images"
-        if _get(self.trainer._engine_config, "speculative_config") is not None:
+        if part_of(self.trainer._engine_config, "speculative_config") is not None:
             return "vLLM's log-probabilities of a prompt are wrong with `speculative_config`"
         return ""
 
@@ -158,14 +162,3 @@ class PushChecks:
         share = self.weights.unmoved
         seen = [0.0, 0.0] if share is None else [share, 1.0]
         self._counted.append(Unmoved.of({"quantised": torch.tensor(seen, device=self.trainer.accelerator.device)}))
-
-    def _on_any_rank(self, value: bool) -> bool:
-        """True if the value is true on any rank. All ranks must call it."""
-        return bool(self.rescore.largest(int(value)))
-
-
-def _get(config: Any, *path: str) -> Any:
-    """A part of vLLM's configuration, an object or a server's mapping; `None` if it is missing."""
-    for name in path:
-        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return config

@@ -9,14 +9,19 @@ weights, and `age_k3_kl` the sampler now against then.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
+from accelerate.utils import broadcast_object_list
+from torch.nn.parallel import DistributedDataParallel
 
 from ...correction.functional import k3
 from ...correction.sums import Applied, SegmentedSums
 from ...messages import notify
 from ...trainers.forward_pass import evaluating
+from ...trainers.ranks import largest
 
 
 MOST = 8  # completions
@@ -26,6 +31,7 @@ SURE = 3  # looks, after which a few completions are enough
 FEW = 2  # of these completions, unless they are further apart than usual or there are more replicas
 USUAL, SAME = 3.0, 1e-5  # times the smallest of the first gaps; nats per token: a gap below is rounding
 SEE = "See `trl-rollout-corr docs causes#two-numbers-of-each-push`."
+T = TypeVar("T")
 
 
 def is_due(push: int) -> bool:
@@ -120,17 +126,16 @@ class Rescore:
             self._look()
 
     def _look(self) -> None:
-        if reason := self.blind():
-            self._give_up(f"{reason}.")
+        if self._gives_up(self.blind(), "another rank cannot score texts"):
             return
         texts = self._shared(self._texts or [])
-        if not self.largest(len(texts)):
+        if not self._largest(len(texts)):
             return  # all completions are empty; later ones may not be
         self._due = False
         few = MOST if self.looks < SURE else max(FEW, self.replicas())
         spacing = max(1, len(texts) // few)
         sums = self._compare(texts[::spacing])
-        if sums is not None and self.largest(int(self._is_off(sums))):
+        if sums is not None and self._largest(int(self._is_off(sums))):
             others = self._compare([text for i, text in enumerate(texts) if i % spacing])
             sums = None if others is None else sums + others
         if sums is None:
@@ -149,25 +154,29 @@ class Rescore:
 
     def _compare(self, texts: list[Text]) -> Rescored | None:
         """Sums of the gaps of some texts, which sampler and trainer score; `None` if one of them cannot."""
-        most = self.largest(len(texts))  # every rank must make the same number of forward passes
-        scored, problem = [], ""
-        try:
-            with as_before(self.pushes.trainer.accelerator.device):
-                scored = self.ask([text.ids for text in texts]) if texts else []
-        except Exception as error:  # a busy server, or one without this API, is no reason to end a run
-            problem = f"the sampler did not score a text ({type(error).__name__}: {error})."
-        if self.largest(int(bool(problem))):
-            self._give_up(problem or "the sampler of another rank did not score a text.")
-            return None
+        most = self._largest(len(texts))  # every rank must make the same number of forward passes
         padded = [*texts, *[Text([0], [0], [False], [0.0])] * (most - len(texts))]
-        try:
-            with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):
-                trained = [self._score(text) for text in padded]
-        except Exception as error:
-            self._give_up(f"the trainer did not score a text ({type(error).__name__}: {error}).")
+        scored = self._attempted("sampler", lambda: self.ask([text.ids for text in texts]) if texts else [])
+        if scored is None:
             return None
         asked = texts if len(scored) == len(texts) else []  # otherwise the main process counts
-        return self._sums(asked, scored, trained)
+        trained: list[torch.Tensor] = []
+        for text in padded:  # all ranks stop at the same one, because a forward pass may wait for them
+            logps = self._attempted("trainer", partial(self._score, text))
+            if logps is None:
+                return None
+            trained.append(logps)
+        return self._attempted("trainer", lambda: self._sums(asked, scored, trained))
+
+    def _attempted(self, who: str, score: Callable[[], T]) -> T | None:
+        """What `score` returns on this rank; `None` on all ranks if it fails on one of them."""
+        scored, problem = None, ""
+        try:
+            with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):
+                scored = score()
+        except Exception as error:  # a busy server, or memory that is short now, is no reason to end a run
+            problem = f"the {who} did not score a text ({type(error).__name__}: {error})"
+        return None if self._gives_up(problem, f"the {who} of another rank did not score a text") else scored
 
     def _sums(self, texts: Sequence[Text], scored: list[list[float]], trained: list[torch.Tensor]) -> Rescored:
         """Sums of the gaps of some texts."""
@@ -189,20 +198,19 @@ class Rescore:
         """
         generation = self.pushes.engine
         if generation is None:
-            several = self.pushes.trainer.accelerator.num_processes > 1
-            return list(self.pushes.broadcast([texts])[0]) if several else texts
+            of_main = [texts]
+            if self.pushes.trainer.accelerator.num_processes > 1:
+                broadcast_object_list(of_main, from_process=0)
+            return of_main[0]
         if generation.tensor_parallel_size == 1:
             return texts
         together: list[Any] = [None] * generation.tensor_parallel_size
         torch.distributed.all_gather_object(together, texts, group=generation.tp_group)
         return list(together[0])
 
-    def largest(self, number: int) -> int:
+    def _largest(self, number: int) -> int:
         """The largest number over all ranks."""
-        accelerator = self.pushes.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return number
-        return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+        return largest(self.pushes.trainer.accelerator, number)
 
     def _score(self, text: Text) -> torch.Tensor:
         """
@@ -211,16 +219,26 @@ class Rescore:
         """
         trainer = self.pushes.trainer
         ids = torch.tensor([text.ids], device=trainer.accelerator.device)
-        with evaluating(trainer._bare(trainer.model)):
+        model = trainer.model_wrapped
+        # a forward pass of DDP's wrapper sends buffers, for which the others would wait if it failed on one rank
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        with evaluating(trainer._bare(trainer.model)), patch.object(trainer, "model_wrapped", model):
             logps: torch.Tensor = self.pushes.score(ids, len(text.completion)).float().cpu()
         return logps
 
-    def _give_up(self, reason: str) -> None:
+    def _gives_up(self, problem: str, elsewhere: str) -> bool:
+        """
+        End the scores on all ranks, and say so, if there is a problem on this rank or, as
+        `elsewhere` puts it, on another one.
+        """
+        if not self._largest(int(bool(problem))):
+            return False
         self.done = True
         notify(
             "From here on, no completions are scored once more after a push, so that `fresh_k3_kl` and `age_k3_kl` are "
-            f"missing: {reason} {SEE}"
+            f"missing: {problem or elsewhere}. {SEE}"
         )
+        return True
 
 
 def _chosen(text: Text, logps: Sequence[float]) -> torch.Tensor:

@@ -54,7 +54,7 @@ class WeightCheck:
         self._sent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._before: Push | None = None
         self._pushes = 0
-        self._failed: int | None = None  # the last push that did not arrive, and its optimizer step
+        self._failed: int | None = None  # number of the last push that did not arrive
         self._still = self._all_unmoved = 0
         self._told_unread = self._told_unreadable = False
         self._packed: list[str] = []  # weights of the latest push in a type without fingerprints

@@ -59,13 +59,8 @@ class FirstStepDiagnosis(Watcher):
             return
         if self.looks_twice() and self._score_alone is not None:  # all ranks score
             batch.batch[AGAIN_LOGPS] = self._score_alone(batch.batch)  # for the dump as well
-        step = now.step + 1  # the optimizer step that trains on the batch
-        if self.wants(step):
-            self.offer(step, *columns_of(batch))
-
-    def wants(self, step: int) -> bool:
-        """True if sequences of an optimizer step are collected."""
-        return not self.done and len(self.rows) < ROWS
+        if not self.done and len(self.rows) < ROWS:
+            self.offer(now.step + 1, *columns_of(batch))  # the optimizer step that trains on the batch
 
     def looks_twice(self) -> bool:
         """
@@ -83,6 +78,10 @@ class FirstStepDiagnosis(Watcher):
         mask = columns["mask"]
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
+
+    def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
+        self.rows = []  # a run that was interrupted within a step leaves some
+        self.looked = self.done
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...correction.functional import LARGEST_POWER
 from ...settings.resolve import Settings
 from ..dump.sequences import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
-_LARGEST_POWER = 60.0  # exponent of e, as in the metric
 BINS = 20  # of equally likely tokens
 
 
@@ -106,7 +106,7 @@ class DumpedTokens:
     @cached_property
     def k3(self) -> float:
         """`rollout_corr/k3_kl` of these tokens, with the bound of the metric."""
-        powers = np.expm1(np.minimum(self.d, _LARGEST_POWER))
+        powers = np.expm1(np.minimum(self.d, LARGEST_POWER))
         return float(np.mean(powers - self.d)) if len(self) else 0.0
 
     @cached_property

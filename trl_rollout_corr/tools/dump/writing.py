@@ -160,6 +160,7 @@ class SequenceDump(Watcher):
         model: Any = None,
         **kwargs: object,
     ) -> None:
+        self.offered, self.n_batches, self.gave_up = [], 0, False  # what an interrupted run left behind
         self.next_step = state.global_step + self.settings.rollout_dump_steps
         if self.next_step > state.max_steps:
             reason = f"the run ends at step {state.max_steps} and begins at step {state.global_step}, so no sequence is dumped"

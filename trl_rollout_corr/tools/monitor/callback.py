@@ -73,6 +73,7 @@ class RolloutCorrectionMonitor(Watcher):
         self.warned = False  # about fields of the configuration
         self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
         self.observer: Observer | None = None  # of the trainer; without one, windows are log entries
+        self._told_failed = False  # that a tracker takes no alert
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
 
@@ -201,7 +202,13 @@ class RolloutCorrectionMonitor(Watcher):
         notify(_with_details(head, done if explained else [*done, alarm.why, alarm.advice]), error=critical)
         if self.reporters is not None and state.is_world_process_zero:
             title, text = f"{alarm.bound} at step {alarm.step}", " ".join([str(alarm), *done])
-            report_alert(self.reporters, title, text, critical=critical)
+            failed = report_alert(self.reporters, title, text, critical=critical)
+            if failed and not self._told_failed:
+                self._told_failed = True
+                notify(
+                    f"This alarm, and perhaps later ones, did not become an alert of {' and '.join(failed)}. Every alarm is "
+                    "among the messages of the run all the same."
+                )
 
     def _lately(self) -> list[str]:
         """Bounds that were exceeded a short while ago."""
@@ -223,18 +230,26 @@ def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> N
         state.log_history[-1][key] = value
 
 
-def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> None:
+def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> list[str]:
     """
     Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a
-    warning.
+    warning. Returns the trackers that did not take it, each with its error.
     """
+    failed = []
     for callback in handler.callbacks:
         if isinstance(callback, WandbCallback) and callback._initialized:
-            callback._wandb.run.alert(title[:63], text, level="ERROR" if critical else "WARN")
+            send = partial(callback._wandb.run.alert, title[:63], text, level="ERROR" if critical else "WARN")
         elif isinstance(callback, TrackioCallback) and callback._initialized:
             levels = callback._trackio.AlertLevel
+            send = partial(callback._trackio.alert, title, text, level=levels.ERROR if critical else levels.WARN)
+        else:
+            continue
+        try:
             with redirect_stdout(io.StringIO()):  # trackio would print the alert a second time
-                callback._trackio.alert(title, text, level=levels.ERROR if critical else levels.WARN)
+                send()
+        except Exception as error:  # an alarm that is told elsewhere must not end a run
+            failed.append(f"{type(callback).__name__.removesuffix('Callback')} ({type(error).__name__}: {error})")
+    return failed
 
 
 def keep_one_monitor(handler: CallbackHandler) -> RolloutCorrectionMonitor | None:

@@ -1,0 +1,28 @@
+"""What all ranks agree on before one of them leaves: the others would wait for it in the next collective."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+
+
+def largest(accelerator: Accelerator, number: int) -> int:
+    """The largest number over all ranks. All ranks must call it."""
+    if accelerator.num_processes == 1:
+        return number
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+
+
+@contextmanager
+def leaving_together(accelerator: Accelerator) -> Iterator[None]:
+    """Context whose error on one rank is raised on all ranks. All ranks must enter it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if largest(accelerator, int(error is not None)):
+        raise error or RuntimeError(
+            "The run ends because another rank has raised an error, which its own output shows."
+        )
