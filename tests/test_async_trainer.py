@@ -4,6 +4,7 @@ import dataclasses
 import math
 from argparse import Namespace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -304,6 +305,37 @@ def test_every_sample_rejected_trains_on_nothing(make, mode):
     trainer = make({"noise": 1.0, "lags": (9,)}, **MODES[mode], rollout_rs="seq_max_k2", rollout_rs_threshold=1e-9)
     assert losses(trainer) == [(0.0, 0.0)] * 3
     assert logged(trainer, "rollout_rs_masked_fraction") == [1.0] * 3
+
+
+EMPTY = {**OFF, "auto": {"rollout_correction": "auto"}, **MODES}
+
+
+@pytest.mark.parametrize("setting", EMPTY)
+def test_a_row_without_a_token_of_the_loss_adds_nothing(make, theirs, tiny_model_path, setting, tmp_path):
+    """TRL 1.16 raises an error there. The other micro-batch of the step has the gradient of TRL."""
+    numbers = count()
+
+    def without_loss(sample):
+        if next(numbers) % 2:
+            sample.completion_mask[:] = 0
+
+    fields = {
+        "per_device_train_batch_size": 1,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "rollout_dump_dir": str(tmp_path / "d"),
+    }
+    trainer = make({"change": without_loss}, **EMPTY[setting], **fields)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["ratio"] == 1.0 or setting in OFF
+    assert all(math.isfinite(entry[key]) for key in ("loss", "grad_norm", "kl", f"{PREFIX}k3_kl"))
+    if setting in OFF:
+        batch, _ = micro_batch(whole := theirs(WorkerHere(tiny_model_path), per_device_train_batch_size=1))
+        loss = whole.compute_loss(whole.model, batch)
+        norm = torch.stack([g.norm() for g in backward(whole.model, loss).values()]).norm()
+        assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Step")

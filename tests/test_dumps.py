@@ -354,6 +354,39 @@ def test_a_second_training_of_a_trainer_has_a_folder_of_its_own(make, tmp_path):
     assert steps_of(tmp_path / "dump-2") == [1, 2]
 
 
+class Interruption(TrainerCallback):
+    """Ends the first training in the middle of its second step."""
+
+    done = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1 and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+
+
+def test_a_training_after_an_interrupted_step_begins_with_nothing(make, tmp_path, monkeypatch):
+    """It dumps and counts its own completions only, also if the disk was full before."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    fields = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "rollout_dump_worst": 64}
+    extra = {"callbacks": [Interruption()]}
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_diagnose=True, extra=extra, **fields)
+    write = writing.write_rows
+    monkeypatch.setattr(writing, "write_rows", full)
+    with pytest.warns(UserWarning, match="The dump in .* ends here"), pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    monkeypatch.setattr(writing, "write_rows", write)
+    found = observed(trainer)
+    trainer.train()
+    (folder,) = [path for path in tmp_path.glob("dump*") if files_of(path)]
+    rows = read_dump(folder).rows
+    of_step = [[row["token_ids"] for row in rows if row["step"] == step] for step in (1, 2)]
+    assert len(of_step[0]) == len(of_step[1]) == len(found) // 2
+
+
 @pytest.mark.parametrize("left", ["rows", "a log", "nothing but its claim"])
 def test_whatever_another_run_left_is_not_written_over(left, make, tmp_path):
     dump = tmp_path / "dump"
@@ -612,6 +645,24 @@ def test_commands_say_in_one_line_what_is_wrong(command, tmp_path, capsys, monke
         assert (out, message.count("\n")) == ("", 1)
         assert message.startswith(f"{path}: ")
         assert "unexpected" not in message
+
+
+def test_a_command_that_fails_says_what_it_warned_of(tmp_path, capsys, monkeypatch):
+    """A damaged file is left out with a warning, which may be why the rest is not enough."""
+    folder = make_dump(tmp_path / "dump", steps=2)
+    first, second = dump.files_of(folder)
+    first.write_bytes(first.read_bytes()[:-100])
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnosing, "write_text", lambda *args: [][0])
+        assert main(["diagnose", str(folder)]) == 2
+    out, message = capsys.readouterr()
+    warned, refused = message.splitlines()
+    assert out == ""
+    assert f"{first.name} is damaged" in warned
+    assert refused.startswith("diagnose: unexpected IndexError")
+    pq.write_table(pq.read_table(second).slice(0, 0), second)
+    assert main(["diagnose", str(folder)]) == 2
+    assert f"the dump holds no sequences. {first.name} is damaged" in capsys.readouterr().err
 
 
 def test_text_of_another_encoding_is_damage(tmp_path, capsys):

@@ -621,6 +621,23 @@ def test_alerts_in_trackio(make, capsys, monkeypatch, tmp_path):
     assert "[TRACKIO" not in capsys.readouterr().out
 
 
+def test_a_tracker_that_refuses_an_alert_ends_no_run(make, monkeypatch, tmp_path, caplog):
+    trackio = pytest.importorskip("trackio")
+
+    def alert(*args, **kwargs):
+        raise RuntimeError("no connection")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackio, "alert", alert)
+    trainer = make(
+        RolloutCorrectionMonitor("warn"), report_to=["trackio"], project="alerts", run_name="r", max_steps=4
+    )
+    trainer.train()
+    assert trainer.state.global_step == 4
+    (told,) = [message for message in caplog.messages if "did not become an alert" in message]
+    assert "Trackio (RuntimeError: no connection)" in told
+
+
 # Fields that nothing follows ------------------------------------------------------------------------------------------
 
 

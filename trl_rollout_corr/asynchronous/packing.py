@@ -42,8 +42,5 @@ def with_a_term(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     if len(inputs["old_log_probs"][inputs["token_index"] >= 0]):
         return inputs
-    first = {"token_index": 0, "segment_id": 0, "advantages": 0.0, "old_log_probs": torch.nan}
-    added = {key: inputs[key].clone() for key in first}
-    for key, value in first.items():
-        added[key][0, 0] = value
-    return {**inputs, **added}
+    term = {"token_index": 0, "segment_id": 0, "advantages": 0.0, "old_log_probs": torch.nan}
+    return {**inputs, **{key: inputs[key].new_full((1, 1), value) for key, value in term.items()}}

@@ -214,7 +214,7 @@ def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *,
     scanned = _without_damage(files, lambda file: (file, _scan(file)), damage)
     rows = Rows(*(np.concatenate(parts) for parts in zip(*(found for _, found in scanned), strict=True)))
     if not len(rows.step):
-        raise ValueError("the dump holds no sequences")
+        raise ValueError(". ".join(["the dump holds no sequences", *damage]))
     sample = choose_rows(rows, MOST_TOKENS, worst=worst)
     ends = np.cumsum([len(found.step) for _, found in scanned])
     parts = [
@@ -240,7 +240,7 @@ def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *,
 def _read_whole(files: list[_File], columns: Sequence[str], damage: list[str]) -> pa.Table:
     table = pa.concat_tables(_without_damage(files, lambda file: _read_rows(file, columns), damage))
     if not table.num_rows:
-        raise ValueError("the dump holds no sequences")
+        raise ValueError(". ".join(["the dump holds no sequences", *damage]))
     return table
 
 
