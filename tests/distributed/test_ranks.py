@@ -331,7 +331,11 @@ DISAGREEMENTS["rejected before the baseline"] = {
 }  # fmt: skip
 
 
-DISAGREEMENTS["one rank says that its sampler is older"] = {"bypass_mode": True, "on_one_rank": ["announces", 1]}
+DISAGREEMENTS["one rank says that its sampler is older"] = {
+    "bypass_mode": True,
+    "steps_per_generation": 4,
+    "on_one_rank": ["announces", 1],
+}
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)

@@ -183,8 +183,7 @@ class Generation(ForwardPass):
     prompts: list[list[int]] | None = None  # that vLLM read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
-    # tokens of which a rollout function has no log-probability, per completion
-    missing: list[list[bool]] | None = None
+    missing: list[list[bool]] | None = None  # tokens without a log-probability in a rollout function, per completion
 
     def other_prompt(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[int], list[int]] | None:
         """First prompt that vLLM and the trainer read differently, from both, or `None`."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 
-def largest(accelerator: Accelerator, number: int) -> int:
+def largest(accelerator: Any, number: int) -> int:
     """The largest number over all ranks. All ranks must call it."""
     if accelerator.num_processes == 1:
         return number
@@ -15,7 +15,7 @@ def largest(accelerator: Accelerator, number: int) -> int:
 
 
 @contextmanager
-def leaving_together(accelerator: Accelerator) -> Iterator[None]:
+def leaving_together(accelerator: Any) -> Iterator[None]:
     """Context whose error on one rank is raised on all ranks. All ranks must enter it."""
     error: Exception | None = None
     try:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ...messages import capitalized, notify
 from ...trainers.ranks import largest
@@ -26,7 +25,7 @@ class FrozenCheck:
     raises an error at the next push. `model` is the trainer's, not wrapped.
     """
 
-    def __init__(self, model: torch.nn.Module, accelerator: Accelerator) -> None:
+    def __init__(self, model: torch.nn.Module, accelerator: Any) -> None:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         # weights under an adapter first, because a merge changes them
         under = {name: p for name, p in frozen.items() if ".base_layer." in name} or frozen

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch.nn.parallel import DistributedDataParallel
 
 from ...correction.functional import k3
@@ -200,7 +199,7 @@ class Rescore:
         if generation is None:
             of_main = [texts]
             if self.pushes.trainer.accelerator.num_processes > 1:
-                broadcast_object_list(of_main, from_process=0)
+                torch.distributed.broadcast_object_list(of_main, src=0)
             return of_main[0]
         if generation.tensor_parallel_size == 1:
             return texts
