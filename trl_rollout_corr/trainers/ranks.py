@@ -1,4 +1,4 @@
-"""What all ranks agree on before one of them leaves: the others would wait for it in the next collective."""
+"""Agreement of all ranks before one of them leaves: the others would wait for it in the next collective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
