@@ -256,6 +256,9 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
         assert {key: getattr(after, key) for key in settings} == settings
         if name == "whole_completions":
             assert after.settings.rollout_is == "token"
+            if config.settings.by_trl and age != 0.0:  # which may be stale
+                assert f"With {STALE_WEIGHTS}, set `rollout_correction` to auto instead." in text
+                assert settings == ({"rollout_correction": "auto"} if age == 8.0 else {MODE: "token_truncate"})
         if CAUSES.get(name, EFFECTS.get(name)).correction == "rejecting" and age == 0.0:
             assert ("have not trained with such tokens" in text) == (mode not in REJECT), text
         if age == 8.0:

@@ -156,7 +156,7 @@ def test_small_weights_of_whole_completions_are_an_alarm_at_the_second_step(shif
 
 
 def test_the_diagnosis_names_them_first(tmp_path, capsys):
-    common = {"spread": 0.11, "length": 90, "vary": False, "tools": False, "gaussian": True, "steps": 6}
+    common = {"spread": 0.11, "length": 90, "vary": False, "tools": False, "gaussian": True, "steps": 3}
     trl = make_dump(tmp_path / "trl", settings={"rollout_correction": "trl"}, **common)
     main(["diagnose", str(trl), "--json"])
     first = json.loads(capsys.readouterr().out)["causes"][0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...messages import capitalized
 from ...settings.resolve import Settings
-from ..monitor.advice import STALE_WEIGHTS, Advice, Correction, advise, to_leave, with_fresh
+from ..monitor.advice import MODE, STALE_WEIGHTS, Advice, Correction, advise, preset_for_stale, to_leave, with_fresh
 from ..text import number, percent, yaml_lines
 from .causes import Cause
 from .effects import EFFECTS
@@ -85,6 +85,8 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     cause, settings, advice = finding.cause, diagnosis.settings, _advice(diagnosis)
     rejecting = cause.correction == "rejecting"
     removal, missing = _removal(cause, settings, diagnosis.fields)
+    if MODE in missing:
+        removal, missing = _unless_stale(diagnosis, removal, missing)
     sentences = [removal, *([_UNMEASURED] if rejecting and _only_weighs(advice, settings) else [])]
     corrected = bool(cause.correction) and (_corrects(settings, rejecting=rejecting) or not advice.best.settings)
     if not corrected:
@@ -110,6 +112,17 @@ def _removal(cause: Cause, settings: Settings | None, run: Mapping[str, object])
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run uses this already: {done}. {cause.otherwise}"
     return text, missing
+
+
+def _unless_stale(diagnosis: Diagnosis, removal: str, missing: dict[str, object]) -> tuple[str, dict[str, object]]:
+    """A remedy that sets a mode of TRL's correction. If the weights that sampled are stale, a preset is set instead."""
+    advice = _advice(diagnosis)
+    preset = preset_for_stale(diagnosis.settings)
+    if advice.best.settings.get("rollout_correction") != preset:
+        return removal, missing
+    removal = f"{removal} With {STALE_WEIGHTS}, set `rollout_correction` to {preset} instead."
+    is_known = diagnosis.age is not None and advice.fresh is None
+    return removal, {"rollout_correction": preset} if is_known else missing
 
 
 def _for_the_rest(
