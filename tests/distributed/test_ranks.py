@@ -86,7 +86,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_model_path, folder) -> TwoRanks:
-    """All cases of all tests in one launch: to start a rank takes ten times as long as a case."""
+    """
+    All cases of all tests in one launch: to start a rank takes ten times as long as a case. It is that of FSDP2, which
+    Accelerate turns into plain data parallelism on CPUs.
+    """
     groups = {
         "exactness": exactness_cases(2, folder),
         "collectives": COLLECTIVES,
@@ -100,6 +103,8 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
             for name, case in {**ASYNCHRONOUS, **ASYNCHRONOUS_DISAGREEMENTS}.items()
             if HAS_ASYNCHRONOUS
         },
+        # an older TRL is tested for its seam, without sharding
+        "fsdp2": {name: {**case, **ENGINES["fsdp2"][0]} for name, case in CASES.items() if HAS_ASYNCHRONOUS},
     }
     cases = {
         f"{group} {name}": {"model": tiny_model_path, **case}
@@ -107,7 +112,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         for name, case in cases.items()
     }
     last = {"raises": {"model": tiny_model_path, **RAISES_ON_ONE}}
-    process = launch(cases | last, folder / "2", 2)
+    process = launch(cases | last, folder / "2", 2, config=engine_config("fsdp2", folder))
     found = results(process, cases, folder / "2", 2)
     return TwoRanks(
         process, {group: {name: found[f"{group} {name}"] for name in cases} for group, cases in groups.items()}
@@ -300,6 +305,8 @@ def test_all_ranks_stop_at_the_same_step(two_ranks):
 
 STOPS = {
     "max_steps": 75,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
     "reward_falls": True,
     "logging_steps": 100,
     "rollout_correction": "disabled",
@@ -459,11 +466,11 @@ def launch_engine(engine: str, cases: dict[str, dict], model: str, folder: Path)
 
 @pytest.fixture(scope="module")
 def by_engine(two_ranks, tiny_model_path, tmp_path_factory):
-    """Results of the cases per engine, each engine launched when it is first asked for."""
-    cache = {"ddp": two_ranks.results["engine"]}
+    """Results of the cases per engine, those of DeepSpeed launched when they are first asked for."""
+    cache = {"ddp": two_ranks.results["engine"], "fsdp2": two_ranks.results["fsdp2"]}
 
     def results_of(engine: str):
-        if engine not in cache:
+        if not cache.get(engine):
             cache[engine] = launch_engine(engine, CASES, tiny_model_path, tmp_path_factory.mktemp(engine))
         return cache[engine]
 

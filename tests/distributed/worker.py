@@ -32,6 +32,10 @@ from tests.tiny import StaleSampler, falling_reward, length_reward
 from tests.training import TRAINERS, config_fields, freeze_sampler, losing, sharing_engines
 
 
+# What the launcher says, which is for the cases that shard
+USE_FSDP = os.environ.pop("ACCELERATE_USE_FSDP", "false")
+
+
 class SameOnAnyNumberOfRanks(StaleSampler):
     """Completions and log-probabilities depend on the prompt and its repetition, not on the rank or the batch."""
 
@@ -133,7 +137,9 @@ def build(case: dict, folder: Path):
     model, sampler, spread = case.pop("model"), case.pop("sampler", {}), case.pop("spread", None)
     trainer_class, config_class = TRAINERS[kind]
     unset_hf_deepspeed_config()  # of the case before: the sampler's own model must not be partitioned
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
     if case.pop("fsdp_on_cpu", False):
+        os.environ["ACCELERATE_USE_FSDP"] = USE_FSDP
         pretend_cpus_are_accelerators(case.get("ddp_timeout", 1800))
         case["accelerator_config"] = {"use_configured_state": True}
     reward = falling_reward if case.pop("reward_falls", False) else length_reward
