@@ -79,9 +79,15 @@ def test_warnings_of_the_configuration_are_remarks(check):
 @pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
 def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
-    code, report = check("max_staleness: 4\n", "--trainer", "rloo")
-    assert code == 0
-    assert "`max_staleness` is no field" in report["remarks"][0]
+
+
+def test_a_field_of_another_trainer_is_a_mistake(check):
+    """Advice for GRPO, such as TRL's `token_truncate`, must not pass for RLOO, whose configuration refuses it."""
+    text = "use_vllm: true\nrollout_correction: trl\nvllm_importance_sampling_mode: token_truncate\n"
+    assert check(text, "--trainer", "grpo")[0] == 0
+    code, report = check(text, "--trainer", "rloo")
+    assert code == 1
+    assert report["mistakes"][0].startswith("`vllm_importance_sampling_mode` is a field of another trainer")
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,13 @@ def _check_settings(
     config_class = _config_class(trainer)
     known = _fields(config_class) | _fields_of_scripts()
     remarks: list[str] = []
+    of_others = set().union(*(_fields(_config_class(other)) for other in _TRAINERS)) - known
     for name in [name for name in settings if name not in known]:
-        if name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
+        if name in of_others:
+            mistakes.append(
+                f"`{name}` is a field of another trainer, and {config_class.__name__} refuses it. Remove it."
+            )
+        elif name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
             mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
         else:
             remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
