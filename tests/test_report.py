@@ -280,7 +280,7 @@ def log_of_gaps(gaps, **more):
         (log_of_gaps([*[0.0] * 8, 5.04]), "Look into it k3_kl is 5"),
         (
             log_of_gaps([0.001, 0.001, 0.02, *[0.001] * 9]),
-            "No alarm No alarm was raised in 12 logging windows, but k3_kl, healthy below 0.01, is 0.02 in 1 of 12 windows.",
+            "No alarm No alarm was raised in 12 logging windows, but k3_kl, healthy below 0.005, is 0.02 in 1 of 12 windows.",
         ),
         (
             log_of_gaps([0.001] * 4, rollout_is_eff_sample_size=0.4, effective_lr=1.6),
@@ -440,7 +440,7 @@ def test_the_banner_has_the_means_of_the_last_windows(tmp_path, undrawn):
     page = Page(write(run, tmp_path / "report.html"))
     banner = page.text[: page.text.index("What happened")]
     for text in (
-        "Gap (k3_kl), nats per token: 0.0191 mean of the last 20 windows; of the first 20: 0.00105, healthy: below 0.01",
+        "Gap (k3_kl), nats per token: 0.0191 mean of the last 20 windows; of the first 20: 0.00105, healthy: below 0.005",
         "Effective learning rate: 1 mean of the last 20 windows; of the first 20: 1, healthy: 0.5 to 1.5",
         "Share of tokens rejected: - not logged",
         "Reward: 1.49 mean of the last 20 windows; of the first 20: 0.082",
@@ -498,7 +498,7 @@ def test_every_alarm_is_marked_with_its_number_and_close_ones_do_not_overlap():
 def test_a_part_that_is_equal_to_the_whole_is_not_drawn_again():
     (gap,) = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003], engine_k3_kl=[0.001, 0.002, 0.003])})
     assert len(gap.curves) == 1
-    assert gap.note.endswith("Healthy: below 0.01. Engine: the same curve.")
+    assert gap.note.endswith("Healthy: below 0.005. Engine: the same curve.")
     (gap,) = overview({"run": log_of(k3_kl=[0.001, 0.002, 0.003], engine_k3_kl=[0.001, 0.002, 0.002])})
     lines = drawn(gap)
     assert lines["engine"].get_zorder() > lines["all"].get_zorder()
@@ -509,7 +509,7 @@ def test_one_quantity_has_one_healthy_band():
     """TRL's `kl`, to its reference model, is another quantity."""
     log = log_of(k3_kl=[0.001] * 3, kl=[0.0] * 3).assign(kl=[5.0] * 3)
     charts = draw_trends({**log_charts.OVERVIEW, **MORE}, {"": log})
-    assert [(chart.name, chart.band) for chart in charts] == [("k3-kl", (None, 0.01))]
+    assert [(chart.name, chart.band) for chart in charts] == [("k3-kl", (None, 0.005))]
 
 
 def test_a_legend_covers_nothing():
