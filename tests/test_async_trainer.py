@@ -518,11 +518,12 @@ def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch,
     replicas = ReplicasHere(tiny_model_path, misses)
     monkeypatch.setattr(push_checks, "score_text", replicas.score)
     monkeypatch.setattr(PushesToServer, "server", "http://here")
+    server = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": "processed_logprobs"}}
+    monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)
     # as if 9, the odd ones, were far away
     monkeypatch.setattr("trl_rollout_corr.tools.arrival.rescore.is_due", {1, 2, 4, 9}.__contains__)
     fields = {"max_steps": 10, "logging_steps": 1, "learning_rate": 1e-4}
     trainer = make({"lags": (0,)}, extra={"weight_transfer": replicas}, rollout_monitor="warn", **fields)
-    trainer._engine_config = {"parallel_config": {"data_parallel_size": 2}}
     steps = losses(trainer)
     fresh = [(entry["step"], entry.get(f"{PREFIX}fresh_k3_kl")) for entry in trainer.state.log_history]
     fresh = {step: value for step, value in fresh if value is not None}
