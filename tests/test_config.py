@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ import trl_rollout_corr
 from tests.dumps import make_dump, read_dump
 from tests.launching import HAS_ASYNCHRONOUS
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
-from trl_rollout_corr.messages import SettingError
+from trl_rollout_corr.messages import SettingError, SettingWarning
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
 from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, settings_of
@@ -871,3 +872,52 @@ def test_hints_about_names_lead_the_right_way(config_class, name, hint):
 def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(**MACHINE, **fields)
+
+
+# What works together --------------------------------------------------------------------------------------------------
+
+REINFORCE = [name for name in VERL_PRESETS if name.startswith("bypass_pg")]
+REINFORCE += ["bypass_dppo_tv", "bypass_dppo_kl", "bypass_flash_reinforce"]
+TOGETHER = {  # columns of the table in docs/choosing.md
+    "RLOO": [{}],
+    "asynchronous": [{}],
+    "GSPO": [{"importance_sampling_level": "sequence"}],
+    "another `loss_type`": [{"loss_type": name} for name in ("dr_grpo", "bnpo", "grpo", "sapo", "vespo", "cispo")],
+    "`epsilon_high`, `delta`": [{"epsilon_high": 0.28}, {"delta": 2.0}],
+}
+
+
+def outcome(column: str, preset: str, fields: dict) -> str:
+    """The word of the table for one configuration that is built."""
+    classes = {"RLOO": "RLOO", "asynchronous": "AsyncGRPO"}
+    config = getattr(trl_rollout_corr, f"RolloutCorrected{classes.get(column, 'GRPO')}Config")
+    if preset == "trl with token_truncate":
+        preset, fields = "trl", {**fields, TRL + "mode": "token_truncate"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            config(**MACHINE, rollout_correction=preset, **fields)
+        except (TypeError, ValueError) as error:
+            return "`TypeError`" if isinstance(error, TypeError) else "error"
+    return "warning" if any(isinstance(one.message, SettingWarning) for one in caught) else "works"
+
+
+@pytest.mark.parametrize("column", TOGETHER)
+def test_the_table_tells_what_works_together(column):
+    """Each cell of the table in docs/choosing.md begins with what happens, and names the values that are refused."""
+    if column == "asynchronous" and not HAS_ASYNCHRONOUS:
+        pytest.skip("no asynchronous trainer")
+    section = Path("docs/choosing.md").read_text().split("### What works together")[1].split("\nGSPO is")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) == 6
+    for row in rows:
+        cell = row[head.index(column)]
+        presets = ["trl with token_truncate"] if "with `token" in row[0] else re.findall("`([^`]+)`", row[0])
+        for preset in [*presets[:-1], *REINFORCE] if "reinforce" in presets else presets:
+            for fields in TOGETHER[column]:
+                found = outcome(column, preset, fields)
+                if column == "another `loss_type`":
+                    assert (found == "error") == (f"`{fields['loss_type']}`" in cell), (preset, fields, found)
+                else:
+                    told = "works" if cell == "ignored in silence" else re.split("[,:;]", cell)[0]
+                    assert told == found, (preset, fields, found)

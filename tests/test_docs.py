@@ -350,8 +350,8 @@ def test_the_manual_is_short():
     pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
     assert len(pages) <= 18
     # 42,500 since they have a command for several machines, and options of OpenRLHF; 43,200 since docs/trl.md lists all that
-    # `trl` does besides TRL, and whether it can stop a run
-    assert sum(len(page.split()) for page in pages) <= 43_200
+    # `trl` does besides TRL, and whether it can stop a run; 43,800 since docs/choosing.md tells what works together
+    assert sum(len(page.split()) for page in pages) <= 43_800
 
 
 # Which correction -----------------------------------------------------------------------------------------------------
