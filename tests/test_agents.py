@@ -11,6 +11,7 @@ from tests.training import (
     assert_gradients_equal,
     backward,
     build,
+    corrected_batches,
     freeze_sampler,
     gradients,
     logged,
@@ -20,7 +21,7 @@ from tests.training import (
     window,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
-from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 pytestmark = pytest.mark.vllm
@@ -165,7 +166,8 @@ def test_nothing_is_lost_if_an_environment_raises(make, tmp_path, method):
 def test_gradients_are_those_of_a_loss_without_the_tokens_of_tools(make, mode):
     trainer = make(**MODES[mode], loss_type="grpo")
     batch = micro_batches(trainer)[0]
-    found = gradients(trainer, batch)
+    with corrected_batches(trainer) as coefficients:
+        found = gradients(trainer, batch)
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     assert (batch["tool_mask"] == 0).any()
     logps = policy_logps(trainer.model, batch)
@@ -189,7 +191,7 @@ def test_gradients_are_those_of_a_loss_without_the_tokens_of_tools(make, mode):
     assert sums["tokens"] == mask.sum()
     assert sums["d"] == pytest.approx(d.sum().item(), rel=1e-3)
     if mode == "decoupled":
-        assert (batch[FIRST_COEFFICIENTS][~mask] == 0).all()
+        assert (coefficients[0][~mask] == 0).all()
 
 
 OF_TURNS = {
@@ -248,8 +250,9 @@ def test_turn_ids_of_a_rollout_function_take_the_place_of_runs(make):
     for source, level in ((with_turns(), "turn"), (two_turns, "sequence"), (two_turns, "turn")):
         trainer = make("rollout function", extra={"rollout_func": source}, rollout_is=level, rollout_rs=None)
         batch = micro_batches(trainer)[0]
-        gradients(trainer, batch)
-        found.append(batch[FIRST_COEFFICIENTS])
+        with corrected_batches(trainer) as coefficients:
+            gradients(trainer, batch)
+        found += coefficients
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
 

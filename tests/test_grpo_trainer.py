@@ -21,6 +21,7 @@ from tests.training import (
     assert_trains,
     backward,
     build,
+    corrected_batches,
     counting_forwards,
     evaluation,
     gradients,
@@ -37,7 +38,7 @@ from trl_rollout_corr import (
     RolloutCorrectedGRPOTrainer,
     __version__,
 )
-from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, ROLLOUT_LOGPS
+from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]
@@ -195,8 +196,9 @@ def test_rejected_tokens_stay_in_the_denominators(make):
     # Rejecting every token of half the rows must leave the gradient of the others alone
     trainer = make(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.05, loss_type="grpo")
     batch = micro_batches(trainer)[0]
-    corrected = gradients(trainer, batch)
-    kept = batch[FIRST_COEFFICIENTS].amax(-1)
+    with corrected_batches(trainer) as coefficients:
+        corrected = gradients(trainer, batch)
+    kept = coefficients[0].amax(-1)
     assert 0 < kept.sum() < len(kept)
     plain = make(GRPOTrainer, loss_type="grpo")
     expected = micro_batches(plain)[0]
@@ -451,9 +453,10 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
     )  # fmt: skip
     batch = micro_batches(trainer)[0]
     assert (batch["tool_mask"] == 0).any()
-    gradients(trainer, batch)
-    assert (batch[FIRST_COEFFICIENTS][batch["tool_mask"] == 0] == 0).all()
-    assert (batch[FIRST_COEFFICIENTS] > 0).any()
+    with corrected_batches(trainer) as coefficients:
+        gradients(trainer, batch)
+    assert (coefficients[0][batch["tool_mask"] == 0] == 0).all()
+    assert (coefficients[0] > 0).any()
     assert logged_now(trainer, "log_ratio_max") < 2.0  # a tool token would show its own negative log-probability
     assert_trains(trainer)
 

@@ -250,6 +250,21 @@ def gradients(trainer, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     return backward(trainer.model, trainer.compute_loss(trainer.model, batch))
 
 
+@contextmanager
+def corrected_batches(trainer) -> Iterator[list[torch.Tensor]]:
+    """The coefficients, `(B, T)`, of each batch that is corrected meanwhile."""
+    found: list[torch.Tensor] = []
+    record = trainer._record
+
+    def keep(corrected):
+        found.append(corrected.coefficients)
+        record(corrected)
+
+    trainer._record = keep
+    yield found
+    trainer._record = record
+
+
 def policy_logps(model, batch: dict[str, Any]) -> torch.Tensor:
     """Log-probabilities of the completions under a model, with gradient, without any of TRL's code."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)

@@ -201,7 +201,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         if (missing := scoring.generation.padded_missing(completion_ids)) is not None:
             output[MISSING] = missing
         self._note_origin(output)
-        if self.model.training:
+        if self.model.training and self.num_iterations > 1:  # for later visits
             self._first_visits = 0
             output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
