@@ -417,6 +417,7 @@ PRECISION_PARTS = ["cap3_unweighted", "cap3_no_region", "dppo_tv"]
 TUNED_RATES = ["fast", "faster", "slow"]
 TUNED_ARMS = ["none", "trl", "trl_token_truncate", "dppo_tv", "geo_band", "cap3", "cap3_unweighted", "cap3_no_region"]
 ROUNDED_ARMS = ["cap3", "cap1", "dppo_tv", "trl_preset", "trl_preset_token_truncate"]
+FRESH_ROUNDED_ARMS = ["none", "trl_preset_token_truncate", "trl_preset", "token_2", "dppo_tv", "cap3"]
 
 
 def cut_answers() -> list[Run]:
@@ -468,6 +469,12 @@ def preset_for_8_bits() -> list[Run]:
     )
 
 
+def fresh_8_bits() -> list[Run]:
+    """The pretrained model with fresh weights in 8 bits, its largest gap."""
+    cell = Cell(TAGGED_LANGUAGE, IN_STEP_FASTER, fault="fp8")
+    return shorter([run for seed in SEEDS for run in runs_of([cell], ["on_policy", *FRESH_ROUNDED_ARMS], [seed])])
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -481,5 +488,6 @@ STAGES = {
         fresh_weights,
         tuned_rates,
         preset_for_8_bits,
+        fresh_8_bits,
     )
 }

@@ -487,7 +487,7 @@ def tables(stage: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, st
         parts["masks"] = masks(rows)
     if stage == "eight_bits":
         parts["fresh"] = fresh_gaps(rows)
-    if stage in ("fresh_weights", "preset_for_8_bits"):
+    if stage in ("fresh_weights", "preset_for_8_bits", "fresh_8_bits"):
         parts["gaps"] = gaps(rows, arms)
     if stage == "tuned_rates":
         parts["rates"] = best_rates(rows, arms)
