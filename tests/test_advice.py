@@ -1,5 +1,6 @@
 """Advice can be followed in the mode in which it is given: what a text names is set beside the settings of the run."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -42,6 +43,8 @@ CLASSES = {
 MODE = "vllm_importance_sampling_mode"
 HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
 TRL, AUTO = {"rollout_correction": "trl"}, {"rollout_correction": "auto"}
+FP8, GSPO = {"rollout_engine_kwargs": {"quantization": "fp8"}}, {"importance_sampling_level": "sequence"}
+PARTS = {"linear": "fp8_per_channel", "ignore": ["*.gate"]}
 # Trainer and fields of a run, by mode
 MODES = {
     **{
@@ -67,6 +70,30 @@ MODES = {
     "disabled": ("GRPO", {**HERE, "rollout_correction": "disabled"}),
     "only measured": ("GRPO", {**HERE, **AUTO, "rollout_metrics_only": True}),
     **({"asynchronous": ("AsyncGRPO", {}), "asynchronous trl": ("AsyncGRPO", TRL)} if HAS_ASYNCHRONOUS else {}),
+    "fp8": ("GRPO", {**HERE, **TRL, **FP8}),
+    "fp8 with auto": ("GRPO", {**HERE, **AUTO, **FP8}),
+    "fp8 without correction": ("GRPO", {**HERE, "rollout_correction": "disabled", **FP8}),
+    "fp8 for RLOO": ("RLOO", {**HERE, **AUTO, **FP8}),
+    "fp8 with GSPO": ("GRPO", {**HERE, **TRL, **FP8, **GSPO}),
+    "fp8 with a loss that shrinks": ("GRPO", {**HERE, **TRL, **FP8, "loss_type": "cispo", "epsilon_high": 0.5}),
+    "fp8 of linear layers": (
+        "GRPO",
+        {**HERE, **TRL, "rollout_engine_kwargs": {"quantization": "online", "quantization_config": PARTS}},
+    ),
+    "int8": ("GRPO", {**HERE, **TRL, "rollout_engine_kwargs": {"quantization": "int8_per_channel_weight_only"}}),
+    "4 bits": ("GRPO", {**HERE, **TRL, "rollout_engine_kwargs": {"quantization": "mxfp4"}}),
+    "a cache in fp8": ("GRPO", {**HERE, **TRL, "rollout_engine_kwargs": {"kv_cache_dtype": "fp8"}}),
+    "bypass with GSPO": ("GRPO", {**HERE, "rollout_correction": "bypass_ppo_clip", **GSPO}),
+    "a loss with weights of its own": (
+        "GRPO", {**HERE, **TRL, MODE: "token_mask", "loss_type": "vespo"}
+    ),
+}  # fmt: skip
+# Modes in which stale weights need another preset than the mode of the run says
+STALE_IN = {
+    **dict.fromkeys(
+        ("fp8", "fp8 with auto", "fp8 without correction", "fp8 of linear layers", "int8"), "bypass_dppo_tv"
+    ),
+    "bypass with GSPO": "auto",
 }
 KNOWN = {name for config_class in CLASSES.values() for name in config_class.__dataclass_fields__}
 
@@ -76,6 +103,7 @@ def built(trainer, fields):
     """A configuration; a warning about its settings is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", SettingWarning)
+        warnings.filterwarnings("ignore", ".* act on single tokens or turns", SettingWarning)  # expected with GSPO
         return CLASSES[trainer](**MACHINE, **yaml.safe_load(fields))
 
 
@@ -111,7 +139,8 @@ def follow(mode, text):
         assert {name: getattr(config, name) for name in advised} == advised
         name, value = next(iter(advised.items()))
         if value == "auto":
-            assert config.settings == built(MODES[mode][0], yaml.safe_dump({"rollout_correction": "auto"})).settings
+            alone = built(MODES[mode][0], yaml.safe_dump({"rollout_correction": "auto"})).settings
+            assert dataclasses.replace(config.settings, rollout_engine_kwargs=None) == alone
         if (name, value) == ("rollout_is", "token") or advised.get(MODE) == "token_truncate":
             assert config.settings.bounding.level == "token"
             assert config.settings.corrects
@@ -139,6 +168,8 @@ REJECT = {
     "auto", "auto with a server", "auto for RLOO", "auto with a sampler of one's own", "bounds beside a preset", "rejection",
     "bypass", "weights of completions by a preset", "weights of turns",
     "trl with sequence_mask", "trl with token_mask", "trl with a server", "asynchronous", "asynchronous trl",
+    "fp8", "fp8 with auto", "fp8 for RLOO", "fp8 with GSPO", "fp8 with a loss that shrinks", "fp8 of linear layers", "int8",
+    "4 bits", "a cache in fp8", "bypass with GSPO", "a loss with weights of its own",
 }  # fmt: skip
 # By state: the age of the oldest completion
 AGES = {"open": None, "old": 8.0, "fresh": 0.0}
@@ -146,9 +177,10 @@ TOKEN_TRUNCATE = {"rollout_correction": "trl", MODE: "token_truncate"}
 HAVE_IT = ("trl with token_truncate",)
 
 
-def of_stale(settings):
+def of_stale(mode, settings):
     """What is advised with stale weights: the mode of a correction of ours is kept."""
-    return {"rollout_correction": ADVISED["decoupled" if settings.by_trl else settings.mode]}
+    of_mode = ADVISED["decoupled" if settings.by_trl else settings.mode]
+    return {"rollout_correction": STALE_IN.get(mode, of_mode)}
 
 
 def for_fresh(mode):
@@ -164,7 +196,7 @@ def for_fresh(mode):
 def test_the_correction_for_a_gap_depends_on_the_age(mode):
     """`auto` is advised for stale weights only; with fresh ones it was worse than TRL's correction."""
     config, fresh = of_mode(mode), for_fresh(mode)
-    stale = of_stale(config.settings)
+    stale = of_stale(mode, config.settings)
     for fields in (vars(config), settings_in_effect(config, config.settings)):
         known, old, unknown = (advise(config.settings, age, fields) for age in (0.0, 8.0, None))
         assert (old.best.settings, old.fresh) in ((stale, None), ({}, None))
@@ -200,6 +232,8 @@ LEAVES = {
     "auto for RLOO": {"rollout_correction": "decoupled_token_is"},
     "auto with a sampler of one's own": {"rollout_correction": "decoupled_token_is"},
     "bounds beside a preset": TOKEN_TRUNCATE,
+    "fp8 with auto": TOKEN_TRUNCATE,
+    "fp8 for RLOO": {"rollout_correction": "decoupled_token_is"},
 }
 
 
@@ -257,8 +291,9 @@ def test_the_remedy_of_every_cause_can_be_followed(mode):
         if name == "whole_completions":
             assert after.settings.rollout_is == "token"
             if config.settings.by_trl and age != 0.0:  # which may be stale
-                assert f"With {STALE_WEIGHTS}, set `rollout_correction` to auto instead." in text
-                assert settings == ({"rollout_correction": "auto"} if age == 8.0 else {MODE: "token_truncate"})
+                preset = STALE_IN.get(mode, "auto")
+                assert f"With {STALE_WEIGHTS}, set `rollout_correction` to {preset} instead." in text
+                assert settings == ({"rollout_correction": preset} if age == 8.0 else {MODE: "token_truncate"})
         if CAUSES.get(name, EFFECTS.get(name)).correction == "rejecting" and age == 0.0:
             assert ("have not trained with such tokens" in text) == (mode not in REJECT), text
         if age == 8.0:

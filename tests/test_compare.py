@@ -256,6 +256,31 @@ def test_the_recommendation_depends_on_the_age_and_the_trainer(tmp_path, capsys)
     assert "Recommended: auto." in compare(folder)
 
 
+def test_stale_weights_of_8_bits_are_recommended_the_preset_of_the_table(tmp_path, capsys):
+    """The answer of docs/choosing.md, from `compare`, `diagnose` and the alarm in the report."""
+    engine = {"quantization": "fp8"}
+    fields = {"rollout_correction": "disabled", "rollout_engine_kwargs": engine}
+    folder = make_dump(tmp_path, steps=6, rows=16, spread=0.3, age=8, settings=fields)
+
+    def recommended(trainer, **of_trl):
+        fields = {**OF_TRAINER[trainer], "vllm_mode": "colocate" if trainer == "grpo" else None, **of_trl}
+        return document(with_settings(folder, **fields))["recommendation"]["fields"]["rollout_correction"]
+
+    assert recommended("async") == recommended("rloo") == "auto"
+    assert recommended("grpo", importance_sampling_level="sequence") == "auto"
+    assert recommended("grpo", importance_sampling_level="token") == "bypass_dppo_tv"
+    assert "| bypass_dppo_tv (recommended)" in compare(folder)
+    main(["diagnose", str(folder), "--json"])
+    assert {it["preset"] for it in json.loads(capsys.readouterr().out)["causes"]} <= {"bypass_dppo_tv", None}
+    main(["report", str(folder), "-o", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert "rollout_correction</code> to bypass_dppo_tv" in page
+    assert "to auto" not in page
+    assert recommended("grpo", rollout_engine_kwargs={"quantization": "mxfp4"}) == "auto"
+    assert recommended("grpo", rollout_engine_kwargs={"kv_cache_dtype": "fp8"}) == "auto"
+    assert recommended("grpo", rollout_engine_kwargs=engine, vllm_mode="server") == "auto"
+
+
 def test_an_asynchronous_run_of_trls_loss_is_advised_for_stale_weights():
     """TRL's asynchronous loss clips around the sampler, and no bypass preset takes its place."""
     of_trl = {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None}

@@ -746,7 +746,7 @@ def test_the_message_about_low_precision_has_the_largest_gap_that_was_measured()
 
 ENGINES = {
     "cache": {"kv_cache_dtype": "fp8"},
-    "weights": {"quantization": "fp8_per_channel"},
+    "weights": {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}},
     "few bits": {"quantization": "awq"},
     "": {"dtype": "float32"},
 }

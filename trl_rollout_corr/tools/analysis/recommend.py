@@ -45,7 +45,7 @@ def recommend(
             {}, f"The root mean square of the log-ratio is {spread:.2g} nats. A correction would change nothing."
         )
     best, fresh = advise(run, age, fields)
-    preset, reason = preset_for_stale(run), "This preset has no bounds to fit."
+    preset, reason = preset_for_stale(run, fields), "This preset has no bounds to fit."
     if best.settings and best.settings["rollout_correction"] != preset:
         if spread <= _SMALL and not alarms and not run.changes_loss:
             return Advice(

@@ -117,7 +117,7 @@ def _removal(cause: Cause, settings: Settings | None, run: Mapping[str, object])
 def _unless_stale(diagnosis: Diagnosis, removal: str, missing: dict[str, object]) -> tuple[str, dict[str, object]]:
     """A remedy that sets a mode of TRL's correction. If the weights that sampled are stale, a preset is set instead."""
     advice = _advice(diagnosis)
-    preset = preset_for_stale(diagnosis.settings)
+    preset = preset_for_stale(diagnosis.settings, diagnosis.fields)
     if advice.best.settings.get("rollout_correction") != preset:
         return removal, missing
     removal = f"{removal} With {STALE_WEIGHTS}, set `rollout_correction` to {preset} instead."

@@ -12,6 +12,8 @@ from ...settings.resolve import Settings
 # The preset to set for a gap, by mode. None needs bounds fitted to the run, and in bypass mode none
 # needs the old policy. `bypass_ppo_clip` kept the gain of fresh weights in fewest settings (`docs/choosing.md`)
 ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_dppo_tv", "reinforce": "bypass_dppo_tv"}
+# The preset for GRPO with weights of 8 bits, whatever the mode (`docs/quantised.md`)
+_ADVISED_FOR_8_BITS = "bypass_dppo_tv"
 # Age in optimizer steps from which weights count as stale. Younger ones count as fresh. Only an
 # earlier comparison, whose runs are gone, had an age of 2
 STALE = 3
@@ -47,19 +49,40 @@ def advise(settings: Settings | None, age: float | None, fields: Mapping[str, An
     completion in optimizer steps. Both are `None` if unknown. `fields` are the known fields of TRL,
     by name.
     """
-    stale = {"rollout_correction": preset_for_stale(settings)}
-    for_fresh = _for_fresh(settings, fields)
+    for_stale = _missing({"rollout_correction": preset_for_stale(settings, fields)}, settings, fields)
+    for_fresh = _missing(_for_fresh(settings, fields), settings, fields)
     if is_stale(age, fields):
-        return Advice(_missing(stale, settings))
+        return Advice(for_stale)
     # the user's own sampler counts as fresh unless it reports the step of its weights
     if age is None or fields.get("use_vllm") is False:
-        return Advice(_missing(stale, settings), _missing(for_fresh, settings))
-    return Advice(_missing(for_fresh, settings))
+        return Advice(for_stale, for_fresh)
+    return Advice(for_fresh)
 
 
-def preset_for_stale(settings: Settings | None) -> str:
+def preset_for_stale(settings: Settings | None, fields: Mapping[str, Any]) -> str:
     """The preset to set with stale weights."""
-    return ADVISED[mode_to_keep(settings)]
+    if not _takes_reinforce(fields):
+        return ADVISED["decoupled"]
+    here = trl_corrects(fields) and fields.get("vllm_mode") == "colocate"  # a server has arguments of its own
+    return _ADVISED_FOR_8_BITS if here and samples_with_8_bits(settings) else ADVISED[mode_to_keep(settings)]
+
+
+def samples_with_8_bits(settings: Settings | None) -> bool:
+    """True if `rollout_engine_kwargs` makes vLLM round weights to 8 bits, and none to fewer."""
+    engine = (settings.rollout_engine_kwargs if settings else None) or {}
+    schemes = [engine.get("quantization")]
+    if schemes == ["online"]:  # then `quantization_config` names a scheme for each kind of layers
+        config = engine.get("quantization_config") or {}
+        parts = [config.get("linear"), config.get("moe"), *(config.get("targets") or {}).values()]
+        schemes = [part.get("weight") if isinstance(part, Mapping) else part for part in parts if part]
+    return bool(schemes) and all("8" in str(scheme) for scheme in schemes)
+
+
+def _takes_reinforce(fields: Mapping[str, Any]) -> bool:
+    """True if no field of TRL excludes the presets with `rollout_loss_type: reinforce`."""
+    cap = fields.get("epsilon_high") or fields.get("epsilon") or 0.0
+    shrinks = fields.get("loss_type") == "cispo" and cap < 1.0
+    return fields.get("importance_sampling_level", "token") == "token" and not shrinks
 
 
 def mode_to_keep(settings: Settings | None) -> str:
@@ -108,14 +131,17 @@ def trl_corrects(fields: Mapping[str, Any]) -> bool:
     return bool(fields.get("use_vllm")) and MODE in fields
 
 
-def _missing(advised: Mapping[str, object], run: Settings | None) -> Correction:
-    """The part of a correction that a run lacks."""
+def _missing(advised: Mapping[str, object], run: Settings | None, fields: Mapping[str, Any]) -> Correction:
+    """The part of a correction that a run lacks, and the fields that would refuse it."""
+    by_trl = advised["rollout_correction"] == "trl"
+    # a loss with importance weights of its own, which goes with TRL's correction alone
+    loss = ["loss_type"] if fields.get("loss_type") == "vespo" and not by_trl else []
     if run is None:
-        return Correction(advised)
+        return Correction(advised, (*loss,))
     if run.corrects and _has(advised, run):
         return Correction({})
-    refused = [name for name in _REFUSED if getattr(run, name)] if advised["rollout_correction"] == "trl" else []
-    return Correction(advised, (*dict.fromkeys([*run.beside, *refused]),))
+    refused = [name for name in _REFUSED if getattr(run, name)] if by_trl else []
+    return Correction(advised, (*dict.fromkeys([*run.beside, *refused, *loss]),))
 
 
 def _has(advised: Mapping[str, object], run: Settings) -> bool:

@@ -201,7 +201,7 @@ def _or_preset(window: Window) -> tuple[str, str]:
     """
     best, fresh = _advice(window)
     preset = best.settings.get("rollout_correction", "trl")
-    if preset == "trl":
+    if preset == "trl" or best.remove:  # then it is more than one field
         return "", ""
     where = "" if fresh is None else f"for {STALE_WEIGHTS} "
     return f", or {where}`rollout_correction` to {preset}", f", or {where}set `rollout_correction` to {preset}"

@@ -10,7 +10,7 @@ from typing import Any
 from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
-from .advice import known_age
+from .advice import known_age, samples_with_8_bits
 from .reward import Reward
 
 
@@ -227,8 +227,8 @@ class Window:
         `""`.
         """
         engine = (self.settings.rollout_engine_kwargs if self.settings else None) or {}
-        if scheme := engine.get("quantization"):
-            return "weights" if "8" in str(scheme) else "few bits"
+        if engine.get("quantization"):
+            return "weights" if samples_with_8_bits(self.settings) else "few bits"
         return "" if str(engine.get("kv_cache_dtype") or "auto") in _PLAIN else "cache"
 
     @property
