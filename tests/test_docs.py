@@ -41,8 +41,36 @@ def test_figures_about_alarms_are_those_of_the_record():
     alarms, debugging = (" ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("alarms", "debugging"))
     assert f"in time for {alarm['in_time']} of {collapses} collapses of corrected runs." in alarms
     assert f"in {others} runs that did not collapse, of which {alarm['dip']} dipped." in alarms
-    assert f"it stopped none of the {record['any']['collapses']} in our runs." in debugging
+    assert f"it would have stopped none of the {record['any']['collapses']} collapses in our runs" in debugging
     assert record["any"]["stopped_collapses"] == 0
+    runs, unlearning = record["runs"], record["alarms"]["unlearning"]
+    dips = sum(of_kind["dip"] for of_kind in runs.values())
+    assert f"in {unlearning['corrected']} of {runs['corrected']['healthy']} healthy corrected runs" in alarms
+    assert f"in {unlearning['dip']} of {dips} runs that dipped" in alarms
+    assert f"in time for {unlearning['in_time']} of {collapses} collapses of corrected runs. So let" in alarms
+
+
+@pytest.mark.parametrize(
+    ("tokens", "preset", "mean", "size"),
+    [
+        (1000, "trl", 0.59, 0.47),
+        (2200, "trl", 0.36, 0.30),
+        (4000, "trl", 0.20, 0.18),
+        (8000, "trl", 0.07, 0.06),
+        (1000, "decoupled_seq_is", 0.70, 0.54),
+        (4000, "decoupled_seq_is", 0.28, 0.21),
+    ],
+)
+def test_length_alone_gives_completions_these_weights(tokens, preset, mean, size):
+    variance = 2 * 0.0008 * tokens  # of the sum of log-ratios, for this `k3_kl`
+    sums = torch.distributions.Normal(-variance / 2, variance**0.5).icdf((torch.arange(100_000) + 0.5) / 100_000)
+    sums, zeros = sums[:, None], torch.zeros(len(sums), 1)  # completions of one token, which have these sums
+    config = RolloutCorrectionConfig(rollout_correction=preset)
+    metrics = compute_rollout_correction(sums, zeros, zeros + 1, config, advantages=zeros[:, 0] + 1).metrics()
+    assert metrics[f"{PREFIX}rollout_is_mean"] == pytest.approx(mean, abs=0.006)
+    assert metrics[f"{PREFIX}rollout_is_eff_sample_size"] == pytest.approx(size, abs=0.006)
+    method, alarms = (" ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("method", "alarms"))
+    assert f"{mean:.2f}, {size:.2f}" in method or f"{size:.2f} at {tokens:,}" in alarms
 
 
 def documented_keys() -> set[str]:
