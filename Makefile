@@ -54,21 +54,24 @@ quickstart: $(STAMP)
 	    examples/quickstart.py $(ARGS)
 
 # The sample of the documents: the quickstart without correction and with `auto`, what `report` makes of the two, and what the
-# tutorial quotes
+# tutorial quotes, which also is about a run with fresh weights
 SAMPLE := outputs/sample
+FRESH := outputs/fresh
 TUTORIAL := benchmarks/tutorial
 SAMPLE_CORRECTION := --rollout_correction auto
-SAMPLE_RUN = $(MAKE) --silent --no-print-directory quickstart ARGS="--output_dir $(SAMPLE) --rollout_dump_dir $(SAMPLE)/$(1) --rollout_dump_steps 5 $(2)" \
-    > $(SAMPLE)/$(1).txt 2>&1; code=$$?; cat $(SAMPLE)/$(1).txt; exit $$code
+SAMPLE_RUN = $(MAKE) --silent --no-print-directory quickstart ARGS="--output_dir $(1) --rollout_dump_dir $(1)/$(2) --rollout_dump_steps 5 $(4)" \
+    > $(SAMPLE)/$(3).txt 2>&1; code=$$?; cat $(SAMPLE)/$(3).txt; exit $$code
 sample: $(STAMP)
-	rm -rf $(SAMPLE) $(TUTORIAL)/uncorrected
-	mkdir -p $(SAMPLE) docs/sample docs/images
-	$(call SAMPLE_RUN,uncorrected,--rollout_correction disabled)
-	$(call SAMPLE_RUN,corrected,$(SAMPLE_CORRECTION))
+	rm -rf $(SAMPLE) $(FRESH) $(TUTORIAL)/uncorrected $(TUTORIAL)/fresh
+	mkdir -p $(SAMPLE) $(TUTORIAL)/fresh docs/sample docs/images
+	$(call SAMPLE_RUN,$(FRESH),dump,fresh,--rollout_correction trl --lag 0)
+	$(call SAMPLE_RUN,$(SAMPLE),uncorrected,uncorrected,--rollout_correction disabled)
+	$(call SAMPLE_RUN,$(SAMPLE),corrected,corrected,$(SAMPLE_CORRECTION))
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
 	cp -r $(SAMPLE)/*.txt $(SAMPLE)/uncorrected $(TUTORIAL)
+	cp $(FRESH)/dump/logs.jsonl $(FRESH)/dump/step-00000120-*.parquet $(TUTORIAL)/fresh
 	rm $(TUTORIAL)/uncorrected/quickstart.json $(TUTORIAL)/uncorrected/run.json  # which name this machine
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/images/uncorrected.png
 	cp $(SAMPLE)/quickstart.png docs/images/cure.png

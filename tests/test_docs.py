@@ -13,16 +13,19 @@ import torch
 from docs.tables import made
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
 from trl_rollout_corr.correction.groups import add_up_groups
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.settings.thresholds import is_by_sign
+from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.arrival.push_checks import Unmoved
 from trl_rollout_corr.tools.arrival.rescore import Rescored
 from trl_rollout_corr.tools.monitor.bands import HEALTHY, in_words
 from trl_rollout_corr.tools.replay.router_hooks import Flips
+from trl_rollout_corr.tools.report.facts import analyse, state_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -380,6 +383,31 @@ def test_the_manual_is_short():
     # 42,500 since they have a command for several machines, and options of OpenRLHF; 43,200 since docs/trl.md lists all that
     # `trl` does besides TRL, and whether it can stop a run; 43,800 since docs/choosing.md tells what works together
     assert sum(len(page.split()) for page in pages) <= 43_800
+
+
+TUTORIAL = ROOT / "benchmarks/tutorial"
+
+
+def test_the_tutorial_quotes_what_its_commands_print(capsys):
+    """Each line of its outputs is in a recorded run, without the columns of times, or in what a command says about it."""
+    printed = [line for path in sorted(TUTORIAL.glob("*.txt")) for line in path.read_text().splitlines()]
+    for command in ("diagnose", "compare"):
+        assert main([command, str(TUTORIAL / "uncorrected")]) in (0, 1)
+    printed += capsys.readouterr().out.splitlines()
+    _, *verdict = state_of(analyse(read_run(str(TUTORIAL / "fresh")), "fresh", ""))
+    without_times = {re.sub(r" +(\d+:\d\d|elapsed) +(\d+:\d\d|-|left)$", "", line) for line in [*printed, *verdict]}
+    quoted = [line for text in blocks("docs/tutorial.md", "text") for line in text.splitlines()]
+    assert len(quoted) > 40
+    assert [line for line in quoted if line not in without_times and line.strip() not in ("", "[...]")] == []
+
+
+def test_the_three_numbers_of_the_healthy_run_are_those_of_its_log():
+    log = read_run(str(TUTORIAL / "fresh")).log
+    text = " ".join((ROOT / "docs/tutorial.md").read_text().split())
+    assert f"in optimizer steps, here {log[f'{PREFIX}staleness_max'].max():.0f}." in text
+    assert f"mean weight of completions, here {log['sampling/importance_sampling_ratio/mean'].mean():.2f}." in text
+    assert f"*Gap* is `k3_kl`, here about {log[f'{PREFIX}k3_kl'].mean():.5f}." in text
+    assert log[f"{PREFIX}k3_kl"].max() < 0.0005  # as the page says
 
 
 # Which correction -----------------------------------------------------------------------------------------------------
