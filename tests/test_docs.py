@@ -428,11 +428,12 @@ def answers() -> dict[str, set[str]]:
 def given_answers(document: str) -> list[tuple[str, set[str]]]:
     """Rows that a document names in comments, `<!-- answer: stale -->`, each with the code in front of the comment."""
     text = " ".join((ROOT / document).read_text().split())
-    *before, _ = re.split(r"<!-- answer: .+? -->", text)
-    names = re.findall(r"<!-- answer: (.+?) -->", text)
+    marks = r"(?:<!-- answer: [^>]+? -->)+"  # a cell may answer for several rows
+    *before, _ = re.split(marks, text)
+    names = [re.findall(r"answer: (.+?) -->", found) for found in re.findall(marks, text)]
     # from the beginning of the cell, or of the part of the sentence
     parts = [re.split(r"\||[.,;] |[。，；：]", re.sub(r"<!--.*?-->", "", part))[-1] for part in before]  # noqa: RUF001
-    return [(name, code_in(part)) for name, part in zip(names, parts, strict=True)]
+    return [(name, code_in(part)) for found, part in zip(names, parts, strict=True) for name in found]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

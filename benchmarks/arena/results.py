@@ -21,6 +21,7 @@ OF_CORRECTION = "rollout_corr/"
 FALL = 0.1  # below an own best
 LAST = 3  # looks that are averaged
 LATE = 6  # last windows of ten steps
+FIRST = 20  # steps, over which documents read the gap of fresh weights
 
 
 def row_of(run: Run, record: Mapping[str, Any]) -> Row:
@@ -35,13 +36,19 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
 
     Returns:
         `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
-        of tokens without gradient; median of the gap; where a witness was there, of the last 60 steps, the share of bad tokens
-        with a ratio above 1, their part of the pull of bad tokens, and the mean gap; with 8 bits, the share of numbers that a
-        push changes; of tasks with cut answers, the share that is cut in the last 60 steps; of runs of 600 steps, the mean and
-        the lowest look of the second half, and the reward of the sampler in the last 60 steps; and every look, where the task
-        has tags.
+        of tokens without gradient; median of the gap. Where they are known, also:
+
+        - with fresh weights, the mean gap of the first 20 steps;
+        - where a witness was there, of the last 60 steps, the share of bad tokens with a ratio above 1, their part of the pull
+          of bad tokens, and the mean gap;
+        - with 8 bits, the share of numbers that a push changes;
+        - of tasks with cut answers, the share that is cut in the last 60 steps;
+        - of runs of 600 steps, the mean and the lowest look of the second half, and the reward of the sampler in the last 60
+          steps;
+        - every look, where the task has tags.
     """
     accuracy, history = record["accuracy"], record["history"]
+    gaps = logged(history, f"{OF_CORRECTION}k3_kl")
     row = {
         "cell": run.cell.name,
         "arm": run.arm.name,
@@ -50,13 +57,15 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         "accuracy": mean(accuracy[-LAST:]),
         "falls": falls(accuracy),
         "rejected": rejected(history),
-        "k3": (lambda values: median(values) if values else None)(logged(history, f"{OF_CORRECTION}k3_kl")),
+        "k3": median(gaps) if gaps else None,
     }
+    if gaps and not run.cell.rung.lag:
+        row["k3_first"] = mean(gaps[:FIRST])
     force = record.get("force", [])[-LATE:]
     if bad := sum(window["bad"] for window in force):  # 0 where no answer is right any more
         row["grown"] = sum(window["grown"] for window in force) / bad
         row["grown_pull"] = sum(window["grown_pull"] for window in force) / sum(window["bad_pull"] for window in force)
-        row["k3_late"] = mean(logged(history, f"{OF_CORRECTION}k3_kl")[-LATE * 10 :])
+        row["k3_late"] = mean(gaps[-LATE * 10 :])
     if "moved" in record:
         row["moved"] = record["moved"]
     if run.cell.task in CUT_TASKS:
