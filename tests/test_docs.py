@@ -381,8 +381,9 @@ def test_the_manual_is_short():
     pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
     assert len(pages) <= 18
     # 42,500 since they have a command for several machines, and options of OpenRLHF; 43,200 since docs/trl.md lists all that
-    # `trl` does besides TRL, and whether it can stop a run; 43,800 since docs/choosing.md tells what works together
-    assert sum(len(page.split()) for page in pages) <= 43_800
+    # `trl` does besides TRL, and whether it can stop a run; 43,800 since docs/choosing.md tells what works together;
+    # 44,400 since the tutorial begins with a healthy run, and pages say what length alone does to the sample size
+    assert sum(len(page.split()) for page in pages) <= 44_400
 
 
 TUTORIAL = ROOT / "benchmarks/tutorial"
