@@ -431,7 +431,7 @@ WORDS = ["none", "one", "two", "three", "four", "five", "six"]
 # Sections in which each "by the rule" is followed by a comment, before its paragraph ends
 BOUND = {
     "benchmarks/arena/RESULTS.md": ("fresh-weights-and-a-gap",),
-    "docs/choosing.md": ("by-precision-of-the-sampler",),
+    "docs/choosing.md": ("with-fresh-weights-and-a-lasting-gap",),
 }
 
 
