@@ -219,7 +219,7 @@ def _as_markdown(c: Comparison) -> str:
         *left_out,
         "",
         f"Spread s = {s:.4g}. Mean length {number(c.spread.lengths.mean().item())} tokens.",
-        f"Sequence weights keep half of their ESS up to {half}.",
+        f"Without a cap, sequence weights keep half of their ESS up to {half}.",
     ]
     lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
     if c.best.settings:
