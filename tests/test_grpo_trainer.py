@@ -301,6 +301,16 @@ def test_bypass_recomputes_the_weights_at_every_visit(make):
     assert not torch.equal(seen[0], seen[2])
 
 
+def test_bounds_of_ppo_change_nothing_in_reinforce_as_the_warning_says(make):
+    bounds = {"epsilon": 1e-5, "epsilon_high": 2e-5, "delta": 1.00001}
+    fields = {"schedule": "two iterations", "max_steps": 4, "learning_rate": 1e-3}
+    with pytest.warns(UserWarning, match="`delta` is set to 1.00001 but has no effect"):
+        bounded = losses(make(rollout_correction="bypass_dppo_tv", **fields, **bounds))
+    assert bounded == losses(make(rollout_correction="bypass_dppo_tv", **fields))
+    clipped = losses(make(rollout_correction="bypass_ppo_clip", **fields, **bounds))
+    assert clipped != losses(make(rollout_correction="bypass_ppo_clip", **fields))
+
+
 # With TRL's own options -----------------------------------------------------------------------------------------------
 
 MODES = {

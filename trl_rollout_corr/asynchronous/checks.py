@@ -7,6 +7,7 @@ from ..trainers.trl_checks import (
     Check,
     check_temperature,
     normalizes_over,
+    warn_about_clipping,
     warn_about_distortion,
     warn_about_engine_kwargs,
 )
@@ -43,4 +44,10 @@ def check_asynchronous(config: Any, settings: Settings) -> None:
         )
 
 
-CHECKS: list[Check] = [check_asynchronous, check_temperature, warn_about_engine_kwargs, warn_about_distortion]
+CHECKS: list[Check] = [
+    check_asynchronous,
+    check_temperature,
+    warn_about_engine_kwargs,
+    warn_about_distortion,
+    warn_about_clipping,
+]

@@ -160,9 +160,8 @@ def _tokens(name: str, rows: Any, n: int) -> list[list[int]]:
         got = f"{len(rows)} lists" if isinstance(rows, list) else _short(rows)
         raise ValueError(f"`{name}` must have one list of tokens for each of the {n} prompts, got {got}.")
     tokens = [_whole_numbers(name, i, _row(name, i, row)) for i, row in enumerate(rows)]
-    for i, row in enumerate(tokens):
-        if not row:
-            raise ValueError(f"`{name}[{i}]` is empty, but must have at least one token.")
+    if [] in tokens:
+        raise ValueError(f"`{name}[{tokens.index([])}]` is empty, but must have at least one token.")
     return tokens
 
 

@@ -1,10 +1,11 @@
 """GRPO with rollout correction."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
@@ -114,28 +115,18 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
             of_trl = [[x if math.isfinite(x) else math.nan for x in row] for row in of_trl]
         return prompt_ids, completion_ids, tool_mask, completions, of_trl, *others
 
-    @contextmanager
-    def _asking_for_old_pass(self) -> Iterator[None]:
+    def _asking_for_old_pass(self) -> AbstractContextManager:
         # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of
         # `steps_per_generation * num_iterations`. With
         # `num_iterations = gradient_accumulation_steps + 1` it never is, so the first forward pass
         # while scoring is the old pass, and not the reference pass.
-        num_iterations = self.num_iterations
-        self.num_iterations = self.args.gradient_accumulation_steps + 1
-        try:
-            yield
-        finally:
-            self.num_iterations = num_iterations
+        return patch.object(self, "num_iterations", self.args.gradient_accumulation_steps + 1)
 
-    @contextmanager
-    def _bounding_the_ratio(self) -> Iterator[None]:
-        args, settings, delta = self.args, self._settings, self.args.delta
-        if settings.changes_loss and settings.clips_around_sampler and delta is None:
-            args.delta = settings.rollout_clip_ratio_c  # for this call only, because the user did not set it
-        try:
-            yield
-        finally:
-            args.delta = delta
+    def _bounding_the_ratio(self) -> AbstractContextManager:
+        clips = self._settings.changes_loss and self._settings.clips_around_sampler
+        if clips and self.args.delta is None:  # the user set no bound
+            return patch.object(self.args, "delta", self._settings.rollout_clip_ratio_c)
+        return nullcontext()
 
     def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         mask = batch["completion_mask"]

@@ -129,6 +129,20 @@ def warn_about_clip_ratio(config: Any, settings: Settings) -> None:
     warn_idle("rollout_clip_ratio_c", settings.rollout_clip_ratio_c, reason)
 
 
+def warn_about_clipping(config: Any, settings: Settings) -> None:
+    """Warn about bounds of PPO's ratio in a loss whose ratio is always 1."""
+    if not settings.changes_loss or settings.mode != "reinforce" or getattr(config, "loss_type", "") == "cispo":
+        return
+    of_user = "rollout_loss_type" in config.given
+    clips = "`rollout_loss_type` to 'ppo_clip'" if of_user else "`rollout_correction` to bypass_ppo_clip"
+    reason = f"with `rollout_loss_type='reinforce'` nothing is clipped. Remove it, or to clip set {clips}"
+    for name in ("epsilon", "epsilon_high", "delta"):
+        value = getattr(config, name, None)
+        stops = name == "delta" and value is not None and value < 1.0  # every gradient, so it has an effect
+        if value != getattr(type(config), name, None) and not stops:
+            warn_idle(name, value, reason)
+
+
 def warn_about_iterations(config: Any, settings: Settings) -> None:
     """Warn about several visits of completions by a loss without a bound on the step."""
     if not settings.changes_loss or settings.mode != "reinforce" or config.num_iterations == 1:
@@ -276,6 +290,12 @@ CHECKS_OF_GRPO: list[Check] = [
     *_OF_SAMPLING,
     warn_about_sequence_level,
     warn_about_clip_ratio,
+    warn_about_clipping,
     warn_about_iterations,
 ]
-CHECKS_OF_RLOO: list[Check] = [check_batch_normalization, *_OF_SAMPLING, warn_about_iterations]
+CHECKS_OF_RLOO: list[Check] = [
+    check_batch_normalization,
+    *_OF_SAMPLING,
+    warn_about_clipping,
+    warn_about_iterations,
+]
