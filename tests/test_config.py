@@ -777,7 +777,10 @@ DPPO = {"rollout_correction": "bypass_dppo_tv"}
         ({"rollout_correction": "bypass_pg_is", "epsilon": 0.1, "epsilon_high": 0.3}, ["epsilon", "epsilon_high"]),
         ({"bypass_mode": True, "rollout_loss_type": "reinforce", "rollout_is": "token", "epsilon": 3e-4}, ["epsilon"]),
         ({**DPPO, "rollout_metrics_only": True, "epsilon_high": 0.28}, []),
-        *[({"rollout_correction": x, "epsilon_high": 0.28}, []) for x in ("trl", "auto", "bypass_ppo_clip", "disabled")],
+        *[
+            ({"rollout_correction": x, "epsilon_high": 0.28}, [])
+            for x in ("trl", "auto", "bypass_ppo_clip", "disabled")
+        ],
         ({**DPPO, "delta": 2.0}, ["delta"]),
         ({**DPPO, "delta": 0.5}, []),  # which stops every gradient, and so has an effect
         ({**DPPO, "loss_type": "cispo", "epsilon_high": 5.0}, []),  # which it demands

@@ -92,14 +92,12 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
             super()._check_sampler()
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        rollout_func = self.rollout_func
-        if rollout_func is not None:  # for this call only, because it is the user's
-            told = self.__dict__.setdefault("_named_masks", set())  # keys that a warning named
-            self.rollout_func = checking(rollout_func, told)
-        try:
+        if self.rollout_func is None:
             return super()._generate(*args, **kwargs)
-        finally:
-            self.rollout_func = rollout_func
+        told = self.__dict__.setdefault("_named_masks", set())  # keys that a warning named
+        # for this call only, because it is the user's
+        with patch.object(self, "rollout_func", checking(self.rollout_func, told)):
+            return super()._generate(*args, **kwargs)
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated

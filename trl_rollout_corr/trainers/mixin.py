@@ -14,10 +14,11 @@ mixin overrides it, and asks the current pass what to do
 `B` completions, `T` completion tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -134,14 +135,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
         self._replays.experts.sampled.keep(tokens, experts)
 
-    @contextmanager
-    def _during(self, under_way: Any) -> Iterator[Any]:
+    def _during(self, under_way: Any) -> AbstractContextManager:
         """Forward passes for a purpose, see [`~trl_rollout_corr.trainers.forward_pass`]."""
-        before, self._pass = self._pass, under_way
-        try:
-            yield under_way
-        finally:
-            self._pass = before
+        return patch.object(self, "_pass", under_way)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._replays.forward, self._pass, super()._get_per_token_logps_and_entropies)

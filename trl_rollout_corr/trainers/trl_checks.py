@@ -282,6 +282,7 @@ _OF_SAMPLING: list[Check] = [
     warn_about_engine_kwargs,
     warn_about_distortion,
 ]
+_OF_REINFORCE: list[Check] = [warn_about_clipping, warn_about_iterations]
 CHECKS_OF_GRPO: list[Check] = [
     check_loss_type,
     check_weights_of_loss,
@@ -290,12 +291,6 @@ CHECKS_OF_GRPO: list[Check] = [
     *_OF_SAMPLING,
     warn_about_sequence_level,
     warn_about_clip_ratio,
-    warn_about_clipping,
-    warn_about_iterations,
+    *_OF_REINFORCE,
 ]
-CHECKS_OF_RLOO: list[Check] = [
-    check_batch_normalization,
-    *_OF_SAMPLING,
-    warn_about_clipping,
-    warn_about_iterations,
-]
+CHECKS_OF_RLOO: list[Check] = [check_batch_normalization, *_OF_SAMPLING, *_OF_REINFORCE]
