@@ -87,7 +87,14 @@ def test_a_field_of_another_trainer_is_a_mistake(check):
     assert check(text, "--trainer", "grpo")[0] == 0
     code, report = check(text, "--trainer", "rloo")
     assert code == 1
-    assert report["mistakes"][0].startswith("`vllm_importance_sampling_mode` is a field of another trainer")
+    assert report["mistakes"][0] == (
+        "`vllm_importance_sampling_mode` is a field of RolloutCorrectedGRPOConfig, and RolloutCorrectedRLOOConfig refuses it. "
+        "Remove it, or train with grpo."
+    )
+    if HAS_ASYNCHRONOUS:
+        code, report = check("num_iterations: 2\nmax_staleness: 4\n", "--trainer", "async_grpo")
+        assert "is a field of RolloutCorrectedGRPOConfig and RolloutCorrectedRLOOConfig, and" in report["mistakes"][0]
+        assert report["mistakes"][0].endswith("train with grpo or rloo.")
 
 
 @pytest.mark.parametrize(

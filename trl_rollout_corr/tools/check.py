@@ -121,11 +121,12 @@ def _check_settings(
     config_class = _config_class(trainer)
     known = _fields(config_class) | _fields_of_scripts()
     remarks: list[str] = []
-    of_others = set().union(*(_fields(_config_class(other)) for other in _TRAINERS)) - known
+    others = {other: _config_class(other) for other in _TRAINERS if other != trainer}
     for name in [name for name in settings if name not in known]:
-        if name in of_others:
+        if knowing := {other: cls.__name__ for other, cls in others.items() if name in _fields(cls)}:
             mistakes.append(
-                f"`{name}` is a field of another trainer, and {config_class.__name__} refuses it. Remove it."
+                f"`{name}` is a field of {' and '.join(knowing.values())}, and {config_class.__name__} refuses it. Remove "
+                f"it, or train with {' or '.join(knowing)}."
             )
         elif name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
             mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
