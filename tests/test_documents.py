@@ -15,6 +15,7 @@ import trl_rollout_corr
 from tests.launching import ROOT, clean_environment
 from tests.test_docs import anchors
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.messages import SelfContainedError
 from trl_rollout_corr.tools.documents import document, pages, sections
 
 
@@ -111,6 +112,17 @@ def test_a_word_is_sought_at_the_beginning_of_words():
     assert "docs alarms#staleness\n" not in document("ess")  # "ess" is in "staleness"
     assert document("max_staleness").startswith("docs setups#asynchronous\n")
     assert "docs alarms#effective_sample_size\n" in document("ective_sample_s")  # no word begins like this
+
+
+@pytest.mark.parametrize("typed", ["k3_kl 0.0317", "k3_kl > 31.7%", "k3_kl 3.17e-2", "k3_kl >0.0317"])
+def test_a_number_that_no_page_contains_hides_no_section(typed, capsys):
+    assert main(["docs", *typed.split()]) in (None, 0)
+    note, found = capsys.readouterr().out.split("\n\n", 1)
+    assert note == f"No document contains `{typed}`. Without the numbers:"
+    assert found == document("k3_kl")
+    assert "Without the numbers" not in document("0.005")  # which pages contain
+    with pytest.raises(SelfContainedError, match="no document has this name or contains it"):
+        document("0.98765 1234.5")
 
 
 def test_keywords_are_no_text_of_a_page():

@@ -15,6 +15,9 @@ _PRINTED = 5  # up to this many sections with a word are printed, more are liste
 # `<!-- keywords: wandb, dashboard -->`
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
+# A number, such as `0.03` or `>3e-2`, or a sign of comparison alone
+_NUMBER = re.compile(r"[<>=~+-]+|[<>=~+-]*(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d+)?%?")
+
 
 def folder() -> Path:
     """
@@ -44,6 +47,9 @@ def document(name: str | None = None) -> str:
         return _section(text, page, section) if section else text
     if not section and (found := _containing(name, paths)):
         return found
+    words = [word for word in name.split() if not _NUMBER.fullmatch(word)]
+    if words and words != name.split():  # a number of a run is on no page
+        return f"No document contains `{name}`. Without the numbers:\n\n{document(' '.join(words))}"
     raise SelfContainedError(
         f"`docs {name}`: no document has this name{'' if section else ' or contains it'}.{nearest(page, paths)} "
         "`trl-rollout-corr docs` lists them."
