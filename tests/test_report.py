@@ -31,7 +31,8 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.tools.analysis.run import read_run
-from trl_rollout_corr.tools.dump.folder import write_rows
+from trl_rollout_corr.tools.dump.folder import files_of, write_rows
+from trl_rollout_corr.tools.dump.reading import read_table
 from trl_rollout_corr.tools.monitor.advice import STALE_WEIGHTS
 from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import examine
@@ -626,6 +627,25 @@ def test_the_card_with_settings_to_try_follows_the_age(age, preset, why, tmp_pat
     page = Page(write(folder, tmp_path / "report.html"))
     assert settings_of(tmp_path / "report.html")[1] == {"rollout_correction": preset}
     assert why in page.text
+
+
+def test_a_dump_without_settings_is_called_unknown(tmp_path, undrawn, capsys):
+    """By every command that reads it, and nothing supposes the default preset."""
+    folder = make_dump(tmp_path / "dump", spread=0.3, steps=8, age=8)
+    for path in files_of(folder):
+        table, _, about, _ = read_table(path)
+        write_rows(folder, *map(int, re.findall(r"\d+", path.name)), table.to_pylist(), {}, about)
+    page = Page(write(folder, tmp_path / "report.html"))
+    assert "Unknown settings" in page.text
+    assert "TRL's loss, unchanged" not in page.text
+    assert "Settings to try" not in page.text
+    assert "The run corrects for" not in page.text
+    assert "the run corrects for it" not in page.text.replace("it is not known whether the run corrects for it", "")
+    assert settings_of(tmp_path / "report.html") == []
+    args = make_parser().parse_args(["compare", str(folder)])
+    assert "The dump does not say with which settings it was written" in args.run(args)
+    main(["diagnose", str(folder)])
+    assert "The run corrects for" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["policies that agree", "no healthy step"])

@@ -21,7 +21,7 @@ from ..monitor.examine import examine
 from ..monitor.rule import Alarm
 from ..text import number, three_decimals, yaml_lines
 from ..translation.of_trl import from_trl
-from ..translation.setting_files import read_config, read_settings
+from ..translation.setting_files import has_settings, read_config, read_settings
 from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
 from .run import clip_range, log_of_dump
@@ -134,6 +134,11 @@ def _recommended_row(best: Advice, presets: Mapping[str, Settings]) -> tuple[str
 def _notes(dump: Dump, run: Settings, alarm: Alarm | None) -> list[str]:
     """Sentences about a dump, an alarm about the policies, and TRL's own correction in the run."""
     notes = [f"{dump.sample}."] if dump.sample else []
+    if not has_settings(dump.settings):
+        notes.append(
+            f"The dump does not say with which settings it was written: `{_THIS_RUN}` and the recommendation suppose the "
+            "default, `rollout_correction: trl`."
+        )
     if alarm:
         notes.append(
             f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). For the bounds of a "

@@ -13,7 +13,7 @@ from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
 from ..dump.reading import Dump, open_dump
 from ..dump.states import STATE, first_readable, merge, states_of
-from ..translation.setting_files import read_settings
+from ..translation.setting_files import has_settings, read_settings
 
 
 # Columns of a dump, without the ones that no page shows
@@ -57,12 +57,13 @@ def _read(path: Path) -> Run:
         entries = first_readable(states, damage, needed=folder is None)
     if folder is not None:
         dump = open_dump(path, _COLUMNS)
-        settings = read_settings(dump.settings, "the settings in the dump cannot be read")
+        if has_settings(dump.settings):
+            settings = read_settings(dump.settings, "the settings in the dump cannot be read")
+            about["correction"] = settings_in_words(settings)
         damage += dump.damage
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")
-        about = {name: value for name, value in dump.about.items() if name in ("model", "trainer", "date")}
-        about["correction"] = settings_in_words(settings)
+        about = {name: dump.about[name] for name in ("model", "trainer", "date") if name in dump.about} | about
         entries = [*read_logs(folder), *entries]
     merged = merge(entries)
     if not merged and dump is None:

@@ -186,6 +186,12 @@ def _tokens(sequences: Sequences, lost: Lost, settings: Settings | None) -> list
 
 def _settings(facts: Facts) -> Section:
     settings = facts.run.settings
+    if settings is None and facts.run.dump is not None:
+        text = (
+            "The dump does not say with which settings it was written, so nothing here supposes a correction, and none is "
+            "recommended."
+        )
+        return Section("settings", "Settings", cards=[Card("Unknown settings", text)])
     if settings is None:
         text = "Set `rollout_dump_dir`, train a few steps, and report on the folder of the run."
         fields = "rollout_dump_dir: dump\n"

@@ -371,9 +371,14 @@ def _own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in FIELDS or str(key).startswith("rollout_")}
 
 
+def has_settings(fields: Mapping[str, Any]) -> bool:
+    """True if the run that wrote a dump recorded settings of the correction."""
+    return bool(_own_fields(fields))
+
+
 def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
     """Settings in effect of the run that wrote a dump; `None` if missing or unreadable."""
-    if FIELDS.isdisjoint(fields):
+    if not has_settings(fields):
         return None
     with suppress(ValueError):
         return read_settings(fields, "the settings in the dump")
