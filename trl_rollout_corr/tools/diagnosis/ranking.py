@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ...settings.resolve import Settings
+from ..monitor.advice import clips_by_trl
 from ..monitor.rules import BOUNDS
 from .causes import CAUSES, Cause, Test
 from .drift import NONE, with_equal_weights
@@ -96,8 +97,9 @@ class Diagnosis(NamedTuple):
         """
         names = {x.name for x in self.findings if not x.cause.normal}
         small = self.size < LARGE or (self.quiet and self.k3 <= BOUNDS["k3_corrected"].limit)
-        corrects = self.settings is not None and self.settings.corrects and small
-        return bool(names) and corrects and names <= {"stale", "quantised"}
+        acts = self.settings is not None and self.settings.corrects
+        corrects = acts or clips_by_trl(self.settings, self.fields)
+        return bool(names) and corrects and small and names <= {"stale", "quantised"}
 
     @property
     def healthy(self) -> bool:

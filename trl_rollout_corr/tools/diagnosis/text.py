@@ -7,7 +7,17 @@ from collections.abc import Mapping
 
 from ...messages import capitalized
 from ...settings.resolve import Settings
-from ..monitor.advice import MODE, STALE_WEIGHTS, Advice, Correction, advise, preset_for_stale, to_leave, with_fresh
+from ..monitor.advice import (
+    MODE,
+    STALE_WEIGHTS,
+    Advice,
+    Correction,
+    advise,
+    clips_by_trl,
+    preset_for_stale,
+    to_leave,
+    with_fresh,
+)
 from ..text import number, percent, yaml_lines
 from .causes import Cause
 from .effects import EFFECTS
@@ -87,8 +97,8 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     removal, missing = _removal(cause, settings, diagnosis.fields)
     if MODE in missing:
         removal, missing = _unless_stale(diagnosis, removal, missing)
-    sentences = [removal, *([_UNMEASURED] if rejecting and _only_weighs(advice, settings) else [])]
-    corrected = bool(cause.correction) and (_corrects(settings, rejecting=rejecting) or not advice.best.settings)
+    sentences = [removal, *([_UNMEASURED] if rejecting and _only_weighs(advice, diagnosis) else [])]
+    corrected = bool(cause.correction) and (_corrects(diagnosis, rejecting=rejecting) or not advice.best.settings)
     if not corrected:
         rest, correction = _for_the_rest(advice if cause.correction else _NO_ADVICE, settings, missing)
         return " ".join([*sentences, *rest]), {**missing, **correction}
@@ -148,9 +158,9 @@ _UNMEASURED = (
 )
 
 
-def _only_weighs(advice: Advice, settings: Settings | None) -> bool:
+def _only_weighs(advice: Advice, diagnosis: Diagnosis) -> bool:
     """True if the correction for fresh weights, advised or in effect, rejects no token."""
-    if _corrects(settings, rejecting=True):
+    if _corrects(diagnosis, rejecting=True):
         return False
     advised = advice.best.settings.get("rollout_correction", "trl")
     return advice.fresh is not None or advised in ("trl", "decoupled_token_is")
@@ -209,8 +219,11 @@ def _in_effect(value: object, run: object) -> bool:
     return run is not ... and (run == value or not (run or value))  # 0, None and False all mean off
 
 
-def _corrects(settings: Settings | None, *, rejecting: bool) -> bool:
+def _corrects(diagnosis: Diagnosis, *, rejecting: bool) -> bool:
     """True if a run corrects, and with `rejecting` also removes single tokens from the gradient."""
+    settings = diagnosis.settings
+    if clips_by_trl(settings, diagnosis.fields):
+        return True
     if settings is None or not settings.corrects:
         return False
     bounded = settings.bounding is not None and settings.bounding.lower is not None

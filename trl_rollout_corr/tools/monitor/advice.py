@@ -131,6 +131,15 @@ def trl_corrects(fields: Mapping[str, Any]) -> bool:
     return bool(fields.get("use_vllm")) and MODE in fields
 
 
+def clips_by_trl(settings: Settings | None, fields: Mapping[str, Any]) -> bool:
+    """
+    True if TRL's asynchronous loss acts, which clips around the sampler whatever switches TRL's
+    other corrections off.
+    """
+    asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
+    return asynchronous and settings is not None and not settings.changes_loss
+
+
 def _missing(advised: Mapping[str, object], run: Settings | None, fields: Mapping[str, Any]) -> Correction:
     """The part of a correction that a run lacks, and the fields that would refuse it."""
     by_trl = advised["rollout_correction"] == "trl"

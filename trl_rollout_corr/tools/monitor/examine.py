@@ -111,7 +111,7 @@ class Examiner:
         told.limit = limit
         seen = fill(bound.seen, window, value=told, limit=limit, side=side)
         why, advice = fill(bound.why, window), fill(bound.advice, window)
-        if not window.corrects and bound.key.startswith(_EFFECTS):
+        if (window.settings is None or window.only_measures) and bound.key.startswith(_EFFECTS):
             seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
         found = bound.name, bound.severity, bound.metric, window.step, window.step, value

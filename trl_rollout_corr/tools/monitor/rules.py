@@ -256,7 +256,7 @@ RULES = [
         why=f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
         advice="If `k3_kl` is as before, the bounds are too tight: {bounds}. If `k3_kl` has "
         "grown, find out why the sampler is so far from the trainer.",
-        applies=lambda window: window.corrects is not False,
+        applies=lambda window: not window.only_measures,
         returns=False,
         covers=("rejected", "weight_mean_low", "weight_of_completions", "effective_sample_size"),
     ),

@@ -152,7 +152,7 @@ def _about_broken(window: Window) -> str:
     settings = window.settings
     if settings is None:
         return _BROKEN["unknown"]
-    if settings.by_trl:
+    if settings.by_trl or window.clips_by_trl:
         return _BROKEN["trl"]
     return _BROKEN[settings.rollout_nan_policy] if settings.corrects else _BROKEN["uncorrected"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
-from .advice import known_age, samples_with_8_bits
+from .advice import clips_by_trl, known_age, samples_with_8_bits
 from .reward import Reward
 
 
@@ -212,8 +212,18 @@ class Window:
 
     @property
     def corrects(self) -> bool | None:
-        """True if the loss is corrected; `None` if the settings are unknown."""
-        return None if self.settings is None else self.settings.corrects
+        """True if the loss is corrected, here or in TRL; `None` if the settings are unknown."""
+        return None if self.settings is None else self.settings.corrects or self.clips_by_trl
+
+    @property
+    def clips_by_trl(self) -> bool:
+        """True if TRL's asynchronous loss acts."""
+        return clips_by_trl(self.settings, self.fields)
+
+    @property
+    def only_measures(self) -> bool:
+        """True if weights and rejection of the settings do not act."""
+        return self.settings is not None and not self.settings.corrects
 
     @property
     def bounding(self) -> Bounding | None:
@@ -242,7 +252,7 @@ class Window:
     @property
     def clips(self) -> bool:
         """True if the loss clips the ratio to the sampler, so that far tokens get no gradient."""
-        return self.settings is not None and self.settings.clips_around_sampler
+        return self.settings is not None and (self.settings.clips_around_sampler or self.clips_by_trl)
 
     @property
     def of_completions(self) -> bool:
@@ -260,7 +270,8 @@ class Window:
         """
         True if importance weights multiply the gradient, or would without `rollout_metrics_only`.
         """
-        return not self.clips and self.get("rollout_is_mean") is not None
+        clips = self.settings is not None and self.settings.clips_around_sampler
+        return not clips and self.get("rollout_is_mean") is not None
 
 
 def is_training_window(entry: Mapping[str, object]) -> bool:
