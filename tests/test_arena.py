@@ -389,9 +389,9 @@ def test_an_arm_is_shown_at_its_best_rate_and_at_twice_that(arena):
 
 def test_gaps_name_the_arms_that_differ(arena):
     scores = cell_of("a", none=[0.5, 0.5, 0.52], cap3=[0.8, 0.8, 0.82])
-    rows = [{**row, "k3": 0.01, "k3_first": 0.02} for row in scores]
+    rows = [{**row, "k3": 0.01, "k3_first": 0.02, "k3_settled": 0.005} for row in scores]
     table = arena("report").gaps(rows, ["none", "cap3"])
-    assert line_of(table, "a", "`none`") == ["0.507 (3)", "0.01", "0.02", "0 of 3", "none", "`cap3` (-0.30)"]
+    assert line_of(table, "a", "`none`") == ["0.507 (3)", "0.01", "0.02", "0.005", "0 of 3", "none", "`cap3` (-0.30)"]
     rows = [{**row, "late": 0.6, "lowest": row["accuracy"] - 0.25, "reward": 0.45} for row in rows]
     line = line_of(arena("report").gaps(rows, ["none", "cap3"]), "a", "`none`")
     assert line[:5] == ["0.507 (3)", "0.60", "0.25", "0.45", "0.01"]
@@ -401,7 +401,7 @@ def test_the_gap_of_the_first_steps_stands_next_to_the_median(arena, plan):
     run = plan.fresh_weights()[0]
     record = {"accuracy": [0.5] * 4, "history": {"rollout_corr/k3_kl": [0.04] * 20 + [0.001] * 40, "reward": [1.0]}}
     row = arena("results").row_of(run, record)
-    assert (row["k3"], row["k3_first"]) == (0.001, 0.04)
+    assert (row["k3"], row["k3_first"], row["k3_settled"]) == (0.001, 0.04, 0.001)
     stale = replace(run, cell=replace(run.cell, rung=plan.Rung(8, "fast")))
     assert "k3_first" not in arena("results").row_of(stale, record)
 

@@ -382,8 +382,9 @@ def test_the_manual_is_short():
     assert len(pages) <= 18
     # 42,500 since they have a command for several machines, and options of OpenRLHF; 43,200 since docs/trl.md lists all that
     # `trl` does besides TRL, and whether it can stop a run; 43,800 since docs/choosing.md tells what works together;
-    # 44,400 since the tutorial begins with a healthy run, and pages say what length alone does to the sample size
-    assert sum(len(page.split()) for page in pages) <= 44_400
+    # 44,400 since the tutorial begins with a healthy run, and pages say what length alone does to the sample size;
+    # 45,000 since they tell over which steps to read the gap, and which trainer knows a field
+    assert sum(len(page.split()) for page in pages) <= 45_000
 
 
 TUTORIAL = ROOT / "benchmarks/tutorial"

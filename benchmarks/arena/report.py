@@ -236,8 +236,8 @@ def gaps(rows: Sequence[Row], arms: Sequence[str]) -> str:
     long = any("late" in row for row in rows)
     middle = " second half: mean | lowest | reward of the sampler at the end |" if long else ""
     lines = [
-        f"| cell | arm | score |{middle} `k3_kl` | first 20 steps | falls | better than | worse than |",
-        "| --- " * (11 if long else 8) + "|",
+        f"| cell | arm | score |{middle} `k3_kl` | first 20 steps | steps 21 to 40 | falls | better than | worse than |",
+        "| --- " * (12 if long else 9) + "|",
     ]
     for name, cell in cells.items():
         for arm in (arm for arm in arms if arm in cell):
@@ -255,7 +255,9 @@ def gaps(rows: Sequence[Row], arms: Sequence[str]) -> str:
                 if long
                 else []
             )
-            known = ([row[key] for row in runs if row.get(key) is not None] for key in ("k3", "k3_first"))
+            known = (
+                [row[key] for row in runs if row.get(key) is not None] for key in ("k3", "k3_first", "k3_settled")
+            )
             k3 = (f"{mean(found):.2g}" if found else "" for found in known)
             falls = f"{sum(row['falls'] for row in runs)} of {len(runs)}"
             fields = [name, f"`{arm}`", counted(cell[arm]), *late, *k3, falls, better, worse]
@@ -442,15 +444,15 @@ def age(cell: str) -> int:
 
 
 def fresh_gaps(rows: Sequence[Row], arms: Sequence[str] = ("none", TODAY)) -> str:
-    """A line per cell with a sampler of 8 bits in step: the gap of a run of each arm, as its median and at first."""
-    names = [f"gap of `{arm}` | first 20 steps of `{arm}`" for arm in arms]
-    lines = [f"| cell | {' | '.join(names)} |", "| --- " * (2 * len(arms) + 1) + "|"]
+    """A line per cell with a sampler of 8 bits in step: the gap of a run of each arm, as its median, at first, and then."""
+    names = [f"gap of `{arm}` | first 20 steps of `{arm}` | steps 21 to 40 of `{arm}`" for arm in arms]
+    lines = [f"| cell | {' | '.join(names)} |", "| --- " * (3 * len(arms) + 1) + "|"]
     rounded = [row for row in rows if row["cell"].endswith(ROUNDED) and not age(row["cell"])]
     for cell in dict.fromkeys(row["cell"] for row in rounded):
         own = [
             [row[key] for row in rounded if (row["cell"], row["arm"]) == (cell, arm)]
             for arm in arms
-            for key in ("k3", "k3_first")
+            for key in ("k3", "k3_first", "k3_settled")
         ]
         lines.append(f"| {cell} | {' | '.join(f'{mean(found):.2g}' if found else '' for found in own)} |")
     return "\n".join(lines)

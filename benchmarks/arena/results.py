@@ -21,7 +21,7 @@ OF_CORRECTION = "rollout_corr/"
 FALL = 0.1  # below an own best
 LAST = 3  # looks that are averaged
 LATE = 6  # last windows of ten steps
-FIRST = 20  # steps, over which documents read the gap of fresh weights
+FIRST, SETTLED = 20, 40  # steps: documents read the gap of fresh weights between them
 
 
 def row_of(run: Run, record: Mapping[str, Any]) -> Row:
@@ -38,7 +38,7 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
         `dict`: cell, arm and seed; accuracy at the start, and as the mean of the last three looks; whether it fell; mean share
         of tokens without gradient; median of the gap. Where they are known, also:
 
-        - with fresh weights, the mean gap of the first 20 steps;
+        - with fresh weights, the mean gap of the first 20 steps, and the median of the next 20;
         - where a witness was there, of the last 60 steps, the share of bad tokens with a ratio above 1, their part of the pull
           of bad tokens, and the mean gap;
         - with 8 bits, the share of numbers that a push changes;
@@ -61,6 +61,7 @@ def row_of(run: Run, record: Mapping[str, Any]) -> Row:
     }
     if gaps and not run.cell.rung.lag:
         row["k3_first"] = mean(gaps[:FIRST])
+        row["k3_settled"] = median(gaps[FIRST:SETTLED] or gaps)
     force = record.get("force", [])[-LATE:]
     if bad := sum(window["bad"] for window in force):  # 0 where no answer is right any more
         row["grown"] = sum(window["grown"] for window in force) / bad
