@@ -76,6 +76,27 @@ def test_length_alone_gives_completions_these_weights(tokens, preset, mean, size
     assert f"{mean:.2f}, {size:.2f}" in method or f"{size:.2f} at {tokens:,}" in alarms
 
 
+def test_the_table_of_fields_is_that_of_the_configurations():
+    from trl_rollout_corr import (
+        RolloutCorrectedAsyncGRPOConfig,
+        RolloutCorrectedGRPOConfig,
+        RolloutCorrectedRLOOConfig,
+    )
+
+    section = (ROOT / "docs/setups.md").read_text().split("### Fields of each trainer\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) > 2
+    for names, *known in rows:
+        for name in re.findall(r"`(.+?)`", names):
+            for config, told in zip(
+                (RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectedAsyncGRPOConfig),
+                known,
+                strict=True,
+            ):
+                has = any(re.fullmatch(name.replace("*", ".*"), field) for field in config.__dataclass_fields__)
+                assert has == told.startswith("yes"), f"{name} in {config.__name__}"
+
+
 def documented_keys() -> set[str]:
     """Keys in the first column of the tables that list metrics."""
     text = (ROOT / "docs/metrics.md").read_text().split("## All metrics")[1]
