@@ -630,7 +630,7 @@ def test_the_card_with_settings_to_try_follows_the_age(age, preset, why, tmp_pat
 
 
 def test_a_dump_without_settings_is_called_unknown(tmp_path, undrawn, capsys):
-    """By every command that reads it, and nothing supposes the default preset."""
+    """By every command that reads it, and nothing assumes the default preset."""
     folder = make_dump(tmp_path / "dump", spread=0.3, steps=8, age=8)
     for path in files_of(folder):
         table, _, about, _ = read_table(path)

@@ -136,7 +136,7 @@ def _notes(dump: Dump, run: Settings, alarm: Alarm | None) -> list[str]:
     notes = [f"{dump.sample}."] if dump.sample else []
     if not has_settings(dump.settings):
         notes.append(
-            f"The dump does not say with which settings it was written: `{_THIS_RUN}` and the recommendation suppose the "
+            f"The dump does not say with which settings it was written: `{_THIS_RUN}` and the recommendation assume the "
             "default, `rollout_correction: trl`."
         )
     if alarm:

@@ -188,8 +188,8 @@ def _settings(facts: Facts) -> Section:
     settings = facts.run.settings
     if settings is None and facts.run.dump is not None:
         text = (
-            "The dump does not say with which settings it was written, so nothing here supposes a correction, and none is "
-            "recommended."
+            "The dump does not say with which settings it was written, so this page assumes no correction, and "
+            "recommends none."
         )
         return Section("settings", "Settings", cards=[Card("Unknown settings", text)])
     if settings is None:
