@@ -17,7 +17,7 @@ import torch
 from tests.launching import ROOT, benchmarks
 from tests.launching import run as finished
 from tests.test_published import DOCUMENTS as PAGES
-from tests.test_published import section
+from tests.test_published import MAP, section
 from tests.training import TRAINERS, VLLM, build, micro_batches, policy_logps
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
@@ -431,12 +431,14 @@ WORDS = ["none", "one", "two", "three", "four", "five", "six"]
 # Sections in which each "by the rule" is followed by a comment, before its paragraph ends
 BOUND = {
     "benchmarks/arena/RESULTS.md": ("fresh-weights-and-a-gap",),
-    "docs/choosing.md": ("with-fresh-weights-and-a-lasting-gap",),
 }
 
 
 def said(page: str) -> Iterator[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
-    """Paragraphs and lines of tables of a page, each with its comments about the rule and about falls."""
+    """Paragraphs and lines of tables of a page, each with what its comments or the map say about the rule and about falls."""
+    for entry in MAP.get(page, []):
+        rule, falls = (f"<!-- {kind}: {entry.get(kind)} -->" for kind in ("rule", "falls"))
+        yield entry["text"], RULE.findall(rule), FALLS.findall(falls)
     for part in re.split(r"\n\n|\n(?=\||- )", (ROOT / page).read_text()):
         yield re.sub(r"<!--.*?-->", "", part), RULE.findall(part), FALLS.findall(part)
 

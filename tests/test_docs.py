@@ -4,7 +4,6 @@ import json
 import math
 import re
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -389,25 +388,6 @@ def test_the_recipe_in_the_readme_is_that_of_the_file(readme):
     assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/grpo/trl.yaml").read_text())
 
 
-def visible(text: str) -> str:
-    """Text as it is read: without comments, targets of links, and lines of tables."""
-    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
-    return re.sub(r"^\|[- |]+\|$", "", text, flags=re.MULTILINE).replace("|", " ")
-
-
-def test_the_manual_is_short():
-    readme = visible((ROOT / "README.md").read_text())
-    assert len(readme.split()) <= 1700
-    assert len(readme.partition("```")[0].split()) < 150  # before the first code
-    pages = [visible(path.read_text()) for path in (ROOT / "docs").glob("*.md")]
-    assert len(pages) <= 18
-    # 42,500 since they have a command for several machines, and options of OpenRLHF; 43,200 since docs/trl.md lists all that
-    # `trl` does besides TRL, and whether it can stop a run; 43,800 since docs/choosing.md tells what works together;
-    # 44,400 since the tutorial begins with a healthy run, and pages say what length alone does to the sample size;
-    # 45,000 since they tell over which steps to read the gap, and which trainer knows a field
-    assert sum(len(page.split()) for page in pages) <= 45_000
-
-
 TUTORIAL = ROOT / "benchmarks/tutorial"
 
 
@@ -433,79 +413,9 @@ def test_the_three_numbers_of_the_healthy_run_are_those_of_its_log():
     assert log[f"{PREFIX}k3_kl"].max() < 0.0005  # as the page says
 
 
-# Which correction -----------------------------------------------------------------------------------------------------
+# Form -----------------------------------------------------------------------------------------------------------------
 
 
-def code_in(text: str) -> set[str]:
-    """Presets and values between backticks; of `field: value`, the value."""
-    return {code.rpartition(": ")[2] for code in re.findall(r"`([^`]+)`", text)}
-
-
-def answers() -> dict[str, set[str]]:
-    """What to take, by the name of a row in bold, from the one table that says so. A remark follows behind a semicolon."""
-    section = (ROOT / "docs/choosing.md").read_text().split("\n## The short answer\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| **")]
-    return {re.findall(r"\*\*(.+?)\*\*", row[0])[0].lower(): code_in(row[1].partition(";")[0]) for row in rows}
-
-
-def given_answers(document: str) -> list[tuple[str, set[str]]]:
-    """Rows that a document names in comments, `<!-- answer: stale -->`, each with the code in front of the comment."""
-    text = " ".join((ROOT / document).read_text().split())
-    marks = r"(?:<!-- answer: [^>]+? -->)+"  # a cell may answer for several rows
-    *before, _ = re.split(marks, text)
-    names = [re.findall(r"answer: (.+?) -->", found) for found in re.findall(marks, text)]
-    # from the beginning of the cell, or of the part of the sentence
-    parts = [re.split(r"\||[.,;] |[。，；：]", re.sub(r"<!--.*?-->", "", part))[-1] for part in before]  # noqa: RUF001
-    return [(name, code_in(part)) for found, part in zip(names, parts, strict=True) for name in found]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_question_has_the_same_answer_on_every_page(document):
-    table = answers()
-    assert len(table) > 10
-    for name, given in given_answers(document):
-        assert given == table[name], f"{document}: the answer to {name!r} is {table[name]} in docs/choosing.md"
-
-
-def test_pages_about_a_case_give_its_answer():
-    pages = {
-        "README.md": {
-            "fresh bf16, short completions",
-            "fresh bf16, long completions",
-            "stale",
-            "asynchronous",
-            "rloo, fresh",
-        },
-        "docs/trl.md": {"fresh bf16, short completions", "fresh bf16, long completions", "stale"},
-        "docs/quantised.md": {"fp8 weights, fresh", "fp8 weights, stale"},
-        "docs/setups.md": {"asynchronous", "stale", "fresh, larger gap"},
-        "docs/debugging.md": {"stale", "fresh, larger gap"},
-        "docs/guide.zh-CN.md": set(answers())
-        - {"fp8 key-value cache", "cut answers, fresh", "cut answers, stale", "mixture of experts", "lora"}
-        - {name for name in answers() if name.startswith("dr. grpo")},
-    }
-    for document, names in pages.items():
-        assert names <= {name for name, _ in given_answers(document)}, document
-        assert re.search(r"\((docs/)?choosing.md#the-short-answer\)", (ROOT / document).read_text())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    {"grpo/fp8": "fp8 weights, fresh", "async_grpo/auto": "asynchronous", "async_grpo/lora": "asynchronous"}.items(),
-)
-def test_a_recipe_takes_what_the_table_says(recipe, name):
-    import yaml
-
-    settings = yaml.safe_load((ROOT / f"recipes/{recipe}.yaml").read_text())
-    taken = {settings[key] for key in ("rollout_correction", "vllm_importance_sampling_mode") if key in settings}
-    assert taken == answers()[name]
-
-
-# Form and words -------------------------------------------------------------------------------------------------------
-
-
-# These pages are still to be rewritten; take a page out when it complies
-LATER = ()
 # A line break in Chinese text is shown as a space
 WRITTEN = [page for page in DOCUMENTS if ".zh-CN" not in page and page.startswith(("README", "docs/"))]
 WRITTEN += ["CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "recipes/README.md"]
@@ -525,22 +435,9 @@ def faults_of_form(document: str) -> list[str]:
     return wide + [cell for cell in cells if len(cell.split()) > 40]
 
 
-def faults_of_words(document: str) -> list[str]:
-    """Words that TRL's documents hardly use: "has" and "have" above 4 in 1,000 words, "those of", "that of" and "beside"."""
-    text = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", "\n".join(shown_lines(document))))
-    words = re.findall(r"[a-z']+", text.lower())
-    pairs = {" ".join(pair) for pair in pairwise(words)}
-    share = 1000 * (words.count("has") + words.count("have")) / len(words)
-    found = sorted(pairs & {"those of", "that of"}) + ["beside"] * ("beside" in words)
-    return found + [f"{share:.1f} has or have in 1,000 words"] * (share >= 4)
-
-
 @pytest.mark.parametrize("document", WRITTEN)
-def test_a_page_is_wrapped_and_reads_as_english(document):
-    faults = faults_of_form(document) + faults_of_words(document)
-    if document in LATER:
-        pytest.xfail(f"{len(faults)} faults")
-    assert faults == []
+def test_a_page_is_wrapped(document):
+    assert faults_of_form(document) == []
 
 
 FOLDERS = ["benchmarks/*", "contributions", "contributions/*"]

@@ -2,9 +2,10 @@
 Figures in documents are those of the results files.
 
 Tables of `benchmarks/**/README.md` are made by the benchmark, of its results file. A figure elsewhere is a cell of such a
-table, and a comment behind it says which: `0.29<!-- = exact#bias: auto; s from 0.1 -->` is in the row `auto` and the column
-`s from 0.1` of the section `bias` of `benchmarks/exact/README.md`, rounded as in the document. `.` is
-`benchmarks/README.md`, `arena.RESULTS` is `benchmarks/arena/RESULTS.md`; several cells in front name a row together,
+table. For README, the manual and `benchmarks/arena/EVIDENCE.md`, `tests/figures.yaml` says which. On other pages of
+benchmarks, a comment behind the figure does: `0.29<!-- = exact#bias: auto; s from 0.1 -->`. Both name a cell in the same way:
+the row `auto` and the column `s from 0.1` of the section `bias` of `benchmarks/exact/README.md`, rounded as in the document.
+`.` is `benchmarks/README.md`, `arena.RESULTS` is `benchmarks/arena/RESULTS.md`; several cells in front name a row together,
 `64x2048, token`.
 """
 
@@ -12,10 +13,10 @@ import json
 import re
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.launching import ROOT, benchmarks
 
@@ -74,7 +75,8 @@ def test_tables_of_the_page_about_trl_are_those_of_the_results(name):
 
 
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
-FIGURE = re.compile(rf"({NUMBER})<!-- = ([\w.]+)(?:#([\w-]+))?: (.+?); (.+?) -->")
+SOURCE = r"([\w.]+)(?:#([\w-]+))?: (.+); (.+?)"
+FIGURE = re.compile(rf"({NUMBER})<!-- = (.+?) -->")
 DOCUMENTS = [
     "README.md",
     "README.zh-CN.md",
@@ -108,32 +110,64 @@ def cells(folder: str, anchor: str | None) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def mistakes(text: str) -> list[str]:
-    """Figures of a document that are not in the cell that they name."""
+def is_in_cell(figure: str, source: str) -> bool:
+    """True if a figure is the number of its cell, rounded as the figure is."""
+    folder, anchor, row, column = re.fullmatch(SOURCE, source).groups()
+    there = cells(folder, anchor).get((row, column), set())
+    decimals = len(figure.partition(".")[2])
+    numbers = re.findall(NUMBER, *there) if len(there) == 1 else []  # one cell, and no other of that name
+    return figure.replace(",", "") in {f"{float(number.replace(',', '')):.{decimals}f}" for number in numbers}
+
+
+# A map of the figures of README and docs ------------------------------------------------------------------------------
+
+
+MAP = yaml.safe_load((ROOT / "tests/figures.yaml").read_text())
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def unlike(page: str, entries: list[dict[str, Any]]) -> list[str]:
+    """Entries of the map that are not on their page, or whose figures are not in their cells."""
     found = []
-    for match in FIGURE.finditer(text):
-        figure, folder, anchor, row, column = match.groups()
-        there = cells(folder, anchor).get((row, column), set())
-        decimals = len(figure.partition(".")[2])
-        numbers = re.findall(NUMBER, *there) if len(there) == 1 else []  # one cell, and no other of that name
-        if figure.replace(",", "") not in {f"{float(number.replace(',', '')):.{decimals}f}" for number in numbers}:
-            found.append(match.group())
+    for entry in entries:
+        text, sources = entry["text"], entry.get("cells", [])
+        figures = re.findall(r"\{(.+?)\}", text)
+        if re.sub(r"[{}]", "", text) not in page:
+            found.append(f"not on the page: {text}")
+        if len(figures) != len(sources):
+            found.append(f"{len(figures)} figures, {len(sources)} cells: {text}")
+        pairs = zip(figures, sources, strict=False)
+        found += [f"{figure} is not in {source}" for figure, source in pairs if not is_in_cell(figure, source)]
     return found
+
+
+@pytest.mark.parametrize("page", MAP)
+def test_figures_of_the_map_are_on_their_page_and_in_their_cells(page):
+    assert unlike(flat((ROOT / page).read_text()), MAP[page]) == []
+
+
+def test_a_figure_of_the_map_that_is_not_in_its_cell_is_found():
+    page = flat((ROOT / "README.md").read_text())
+    entries = [entry for entry in MAP["README.md"] if entry.get("cells")]
+    assert len(entries) > 3
+    for entry in entries:
+        changed = {**entry, "text": entry["text"].replace("{", "{9", 1)}
+        assert len(unlike(page, [changed])) == 2  # neither on the page nor in the cell
+        assert unlike(page, [{**entry, "cells": [f"{source} not" for source in entry["cells"]]}]) != []
+
+
+# Comments on pages of benchmarks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_figures_are_those_of_the_tables(document):
     text = (ROOT / document).read_text()
     assert text.count("<!-- =") == len(FIGURE.findall(text))  # each is behind a number, and well written
-    assert mistakes(text) == []
+    assert [figure for figure, source in FIGURE.findall(text) if not is_in_cell(figure, source)] == []
     # Python-Markdown, which makes the site, would take the text up to the next backtick for code
     assert [comment for comment in re.findall(r"<!--.*?-->", text, re.DOTALL) if "`" in comment] == []
-
-
-def test_a_figure_that_is_not_in_its_cell_is_found():
-    text = Path(ROOT / "README.md").read_text()
-    figures = [match.group() for match in FIGURE.finditer(text)]
-    assert len(figures) > 5
-    for figure in figures:
-        assert mistakes(text.replace(figure, f"9{figure}", 1)) == [f"9{figure}"]
-        assert mistakes(text.replace(figure, figure.replace("; ", "; no "))) != []
+    if document in MAP:
+        assert "<!-- =" not in text, "the map has the figures of this page"
