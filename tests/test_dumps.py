@@ -832,6 +832,34 @@ def test_a_sample_is_even_and_keeps_the_ends_and_what_is_bad(large):
     assert gaps[1] == pytest.approx(gaps[0], rel=0.15)
 
 
+def test_a_sample_keeps_the_tail_of_what_represents_the_batch(tmp_path, monkeypatch, capsys):
+    """A few completions are far off, so that they are drawn at random and among the worst: `report` and `diagnose` agree."""
+    monkeypatch.setattr(reading, "MOST_TOKENS", 24_000)
+    shape = {"steps": 40, "rows": 32, "length": 50, "sampled": 24, "worst": 8, "spread": 0.02}
+    folder = make_dump(tmp_path / "dump", logs=False, tools=False, vary=False, **shape)
+    dice = np.random.default_rng(0)
+    for path in files_of(folder):
+        table, settings, about, _ = reading.read_table(path)
+        rows = table.to_pylist()
+        for row in rows:
+            row["sampled"] = True
+            if dice.random() < 0.04:
+                row["train_logps"] = [x - abs(dice.normal()) for x in row["rollout_logps"]]
+        dump.write_rows(folder, rows[0]["step"], 0, rows, settings, about)
+
+    def read(*, worst: bool):
+        return open_dump(folder, worst=worst).sequences
+
+    whole = Sequences(reading.read_table(folder)[0])
+    gaps = [float(np.square(x.log_ratio[x.counted]).mean()) for x in (whole, read(worst=False), read(worst=True))]
+    assert gaps[1:] == pytest.approx([gaps[0]] * 2, rel=0.25)
+    assert int(read(worst=True).lengths.sum()) <= 24_000
+    assert main(["diagnose", str(folder), "--json"]) == 1
+    causes = [cause["title"] for cause in json.loads(capsys.readouterr().out)["causes"]]
+    assert main(["report", str(folder), "-o", str(tmp_path / "r.html")]) == 0
+    assert causes[0] in (tmp_path / "r.html").read_text().split('<section id="overview">')[0].replace("\n", " ")
+
+
 def test_rows_are_written_in_groups_that_can_be_skipped(tmp_path):
     folder = make_dump(tmp_path / "dump", steps=1, rows=200, length=6)
     (path,) = files_of(folder)

@@ -51,8 +51,9 @@ def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
         furthest = np.argsort(-rows.distance, kind="stable")
         read[_up_to(furthest, rows.tokens, _PART * most)] = True
         kept.append("the worst")
-    rest = order[~read[order]]
-    chosen[_up_to(rest, rows.tokens, most - int(rows.tokens[read].sum()))] = True
+    # a row that is read as one of the worst costs no more, and represents the batch if it is drawn, however far off it is
+    rest, costs = order[~chosen[order]], np.where(read, 0, rows.tokens)
+    chosen[_up_to(rest, costs, most - int(rows.tokens[read].sum()))] = True
     return Sample(read | chosen, chosen & rows.sampled, tuple(kept))
 
 
