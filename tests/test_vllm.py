@@ -113,6 +113,63 @@ def test_an_old_cache_of_prefixes_is_seen_after_a_push(make, cleared, monkeypatc
     assert found.get("prefix_cache") == (None if cleared else "certain"), found
 
 
+def asking(way: str):
+    """A `rollout_func` that asks the trainer's vLLM, which may fill the cache of prefixes before it is read."""
+    from vllm import SamplingParams
+
+    def rollout(prompts, trainer):
+        trainer.vllm_generation.sync_weights()
+        n = trainer.num_generations
+        llm = trainer.vllm_generation.llm
+        ids = [trainer.processing_class(prompt).input_ids for prompt in prompts]
+        requests = [{"prompt_token_ids": x} for x in ids]
+        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0}
+        if way == "a request before":
+            engine = llm.llm_engine
+            engine.add_request("before", requests[0], SamplingParams(max_tokens=1))
+            while engine.has_unfinished_requests():
+                engine.step()
+        if way == "several completions of a request":
+            requests, params = requests[::n], {**params, "n": n}
+        outputs = [
+            x for output in llm.generate(requests, SamplingParams(**params), use_tqdm=False) for x in output.outputs
+        ]
+        assert len(outputs) == len(prompts)
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [[*x.token_ids] for x in outputs],
+            "logprobs": [
+                [place[token].logprob for token, place in zip(x.token_ids, x.logprobs, strict=True)] for x in outputs
+            ],
+        }
+
+    return rollout
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("way", ["several completions of a request", "a request before", "a completion per request"])
+def test_a_cache_that_the_same_step_has_filled_is_not_taken_for_an_old_one(
+    make, way, cleared, monkeypatch, caplog, tmp_path
+):
+    from datasets import Dataset
+
+    long = Dataset.from_dict({"prompt": ["abcd" * 40 + "="] * 64})
+    extra = {"train_dataset": long, "rollout_func": asking(way)}
+    fields = {"rollout_monitor": "warn", "rollout_dump_dir": str(tmp_path / "dump")}
+    trainer = make(learning_rate=3e-2, vllm_max_model_length=256, extra=extra, **fields)
+    llm = trainer.vllm_generation.llm
+    llm.reset_prefix_cache()  # of tests before
+    if not cleared:
+        monkeypatch.setattr(llm, "reset_prefix_cache", lambda: True)
+    trainer.train()
+    llm.reset_prefix_cache()
+    told = [record.getMessage() for record in caplog.records if "from its cache of prefixes" in record.getMessage()]
+    seen = way != "several completions of a request" and not cleared
+    assert len(told) == seen, told
+    assert ("old_prefixes" in trainer._about) == seen
+    assert not any(hasattr(method, "when_noted") for method in (llm.llm_engine.add_request, llm.llm_engine.step))
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_log_probabilities_are_those_after_temperature(make, temperature):
     trainer = make(temperature=temperature)

@@ -7,23 +7,41 @@ from typing import Any
 
 def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
     """
-    Let `tell` know, at the next generation of a colocated vLLM, how many tokens of the first prompt
-    came from the cache of prefixes. After a push that has cleared the cache there are none: no
-    request of the same generation was before the first.
-    """
-    llm = getattr(llm, "_llm", llm)  # without the recorder of routes
-    generate = getattr(llm.generate, "once_noted", llm.generate)
+    Let `tell` know how many tokens of its prompt the next request of a colocated vLLM reads from the cache of prefixes.
+    After a push that has cleared the cache there are none, because nothing has filled it.
 
-    @wraps(generate)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        llm.generate = generate
-        outputs = generate(*args, **kwargs)
-        if outputs and outputs[0].num_cached_tokens:
-            tell(int(outputs[0].num_cached_tokens))
+    `tell` hears nothing where something else may have filled the cache: if the request asks for several completions,
+    which read the prompt that the first of them has computed; if other requests are under way; or if vLLM does not take
+    requests in the order in which they come.
+    """
+    engine = getattr(llm, "_llm", llm).llm_engine  # without the recorder of routes
+    # a second push before the next request replaces what watches for it
+    add_request, step = (getattr(method, "when_noted", method) for method in (engine.add_request, engine.step))
+    engine.add_request, engine.step = add_request, step
+    if engine.has_unfinished_requests() or engine.vllm_config.scheduler_config.policy != "fcfs":
+        return
+
+    def noted(method: Any, watch: Callable[..., Any]) -> Any:
+        watching: Any = wraps(method)(watch)
+        watching.when_noted = method
+        return watching
+
+    def added(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.add_request = add_request
+        if getattr(params, "n", None) == 1:
+            engine.step = noted(step, lambda: read(request_id))
+        return add_request(request_id, prompt, params, *args, **kwargs)
+
+    def read(request_id: str) -> Any:
+        outputs = step()
+        for output in outputs:
+            if output.request_id == request_id:
+                engine.step = step
+                if output.num_cached_tokens:
+                    tell(int(output.num_cached_tokens))
         return outputs
 
-    noted.once_noted = generate  # type: ignore[attr-defined]  # a second push before the next generation replaces it
-    llm.generate = noted
+    engine.add_request = noted(add_request, added)
 
 
 def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float]]:

@@ -80,13 +80,17 @@ class PushChecks:
             noting_cached(self.pushes.engine.llm, lambda tokens: self._tell_about_cache(tokens, step))
 
     def _tell_about_cache(self, tokens: int, step: int) -> None:
-        """Report, once, that the first prompt after the push at optimizer step `step` was read from the cache of prefixes."""
+        """Report, once, that the first request after the push at optimizer step `step` read the cache of prefixes."""
         self.old_cache = True
-        self.trainer._about["prefix_cache"] = f"{tokens} tokens of the first prompt after the push at step {step}"
+        # diagnosis takes it for a proof, so it carries what it rests on
+        self.trainer._about["old_prefixes"] = (
+            f"{tokens} tokens of the prompt of the first request after the push at step {step}, which asked for one "
+            "completion while no other request was under way"
+        )
         notify(
             f"After the push at optimizer step {step}, vLLM took {tokens} tokens of its first prompt from its cache of "
-            "prefixes. Unless something else has let this vLLM generate since the push, their keys and values are of the "
-            "weights before it, and the gap grows. Call `reset_prefix_cache()` of the engine after each push, as TRL's "
+            "prefixes, and nothing but requests from before the push can have put them there. Their keys and values are of "
+            "older weights, and the gap grows. Call `reset_prefix_cache()` of the engine after each push, as TRL's "
             "`sync_weights` does, or set `rollout_engine_kwargs: {enable_prefix_caching: false}`."
         )
 

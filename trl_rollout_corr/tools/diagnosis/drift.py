@@ -360,7 +360,7 @@ def prefix_cache(o: DumpedTokens) -> Evidence | None:
     are announced as fresh. Then keys and values of old weights are read again. A colocated vLLM
     that was seen to read its cache after a push is a proof, if the first step shows no gap.
     """
-    evidence, noted = _of_prompts_seen_before(o), o.about.get("prefix_cache", "")
+    evidence, noted = _of_prompts_seen_before(o), o.about.get("old_prefixes", "")
     if not noted or complete_at_once(o) or _as_small_as_rounding(o):
         return evidence
     if evidence is None or not evidence.statistic:
