@@ -2,7 +2,7 @@
 Mean weight of TRL's default correction against the length of completions, with a fresh vLLM. Nothing is trained.
 
     python benchmarks/length.py             # samples, scores, writes `results/length.json`: half an hour of one core
-    python benchmarks/length.py --report    # prints the table of `docs/trl.md`, and draws its picture from that file
+    python benchmarks/length.py --report    # prints the table of `arena/EVIDENCE.md`, and draws its picture from that file
 
 vLLM writes completions in bfloat16, and the model of `examples/smollm2.py` scores them with the same weights in bfloat16.
 TRL multiplies the ratios of all tokens, and drops a completion whose product is above 3. The first tokens of a completion are

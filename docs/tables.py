@@ -31,6 +31,7 @@ from trl_rollout_corr.tools.text import yaml_lines
 
 
 RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmarks/arena/alarms.py` writes it
+EVIDENCE = RECORD.with_name("EVIDENCE.md")
 # What depends on the run in the message of an alarm
 IN_SHORT = {
     "corrects": "the run corrects for it",
@@ -82,9 +83,9 @@ def sections(inside: str, text: Mapping[str, str]) -> str:
 
 
 def wrapped(text: str, before: str = "") -> str:
-    """A paragraph in lines of at most 120 columns, each with `before` in front; code and links are not broken."""
+    """A paragraph in lines of at most 119 columns, each with `before` in front; code and links are not broken."""
     whole = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
-    lines = textwrap.wrap(whole, 120 - len(before), break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(whole, 119 - len(before), break_long_words=False, break_on_hyphens=False)
     return "\n".join(f"{before}{line}" for line in lines).replace("\0", " ")
 
 
@@ -136,7 +137,10 @@ def alarm_record(inside: str) -> str:
         f"healthy, wrong log-probabilities: {runs['faulty']['healthy']}": "faulty",
     }
     raised = {name: row for name, row in rows.items() if any(row.values())}
-    lines = [[f"[`{name}`](#{name})", *(str(row[key]) for key in columns.values())] for name, row in raised.items()]
+    lines = [
+        [f"[`{name}`](../../docs/alarms.md#{name})", *(str(row[key]) for key in columns.values())]
+        for name, row in raised.items()
+    ]
     never = ", ".join(f"`{name}`" for name in rows if name not in raised)
     some = results["any"]
     healthy = f"Of the {runs['corrected']['healthy']} healthy corrected runs, {some['alarm']} raise an alarm, and "
@@ -265,5 +269,5 @@ def made(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in Path(__file__).parent.glob("*.md"):
+    for path in [*Path(__file__).parent.glob("*.md"), EVIDENCE]:
         path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -30,9 +30,19 @@ from trl_rollout_corr.tools.report.facts import analyse, state_of
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+EVIDENCE = "benchmarks/arena/EVIDENCE.md"
+DOCUMENTS = [
+    "README.md",
+    "README.zh-CN.md",
+    "recipes/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+    EVIDENCE,
+]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
 def test_parts_that_are_made_of_the_code_are_those_of_the_code(page):
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / page).read_text()
     assert text == made(text), "`make tables` writes them"
 
 
@@ -267,14 +277,6 @@ def test_settings_of_openrlhf_give_each_token_the_same_factor(options, settings)
         for name, value in settings.items()
     )
     assert any(f"`level {options[0]}`" in line and row in line for line in page.splitlines()), row
-
-
-DOCUMENTS = [
-    "README.md",
-    "README.zh-CN.md",
-    "recipes/README.md",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
-]
 
 
 def blocks(document: str, language: str) -> list[str]:

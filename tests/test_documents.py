@@ -87,7 +87,6 @@ def test_words_find_their_section_first(capsys):
         ("8192", "trl#long-completions"),
         ("upgrade", "setups#releases"),
         ("fp8", "quantised#8-bit-samplers"),
-        ("bf16", "choosing#by-precision-of-the-sampler"),
         ("moe", "setups#a-large-mixture-of-experts"),
         ("nan", "alarms#nonfinite_many"),
         ("collapse", "debugging#the-reward-falls"),

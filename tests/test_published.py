@@ -43,7 +43,7 @@ def of_this_folder(load, results) -> list[str]:
     return [tables.markdown(results[name]["rows"], form) for name, form in columns.items()] + of_pushes + on_gpu
 
 
-OF_TRL = {"length": "table", "long_answers": "table"}  # their tables are in `docs/trl.md`
+OF_TRL = {"length": "table", "long_answers": "table"}  # their tables are in `arena/EVIDENCE.md`
 # `tests/test_arena.py` has those of the arena
 TABLES = {
     "results": of_this_folder,
@@ -64,11 +64,11 @@ def test_tables_are_those_of_the_results(folder):
 
 
 @pytest.mark.parametrize("name", OF_TRL)
-def test_tables_of_the_page_about_trl_are_those_of_the_results(name):
+def test_tables_about_long_completions_are_those_of_the_results(name):
     results = json.loads((BENCHMARKS / f"results/{name}.json").read_text())
     with benchmarks("") as load:
         table = getattr(load(name), OF_TRL[name])(results)
-    assert table + "\n" in (ROOT / "docs/trl.md").read_text(), table
+    assert table + "\n" in (BENCHMARKS / "arena/EVIDENCE.md").read_text(), table
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ What the alarms of the monitor are worth: its rules, applied to the log of every
 
     python benchmarks/arena/alarms.py
 
-It trains nothing. It writes `alarms.json`, of which `make tables` makes tables of `docs/alarms.md` and `docs/metrics.md`.
+It trains nothing. It writes `alarms.json`, of which `make tables` makes two tables of `EVIDENCE.md`.
 """
 
 import json
