@@ -144,10 +144,7 @@ def alarm_record(inside: str) -> str:
     never = ", ".join(f"`{name}`" for name in rows if name not in raised)
     some = results["any"]
     healthy = f"Of the {runs['corrected']['healthy']} healthy corrected runs, {some['alarm']} raise an alarm, and "
-    healthy += (
-        f"{some['ends']} raise one that can end a run. With `rollout_monitor: stop`, {some['stopped_collapses']} of "
-    )
-    healthy += f"{some['collapses']} collapses and {some['stopped_others']} other runs end early."
+    healthy += f"{some['foretold']} raise one of those that foretell a collapse."
     shown = (
         f"The column *dip* includes {runs['faulty']['dip']} runs with wrong log-probabilities. No column shows the "
     )

@@ -6,13 +6,12 @@ import re
 import warnings
 from itertools import count
 
-import numpy as np
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.launching import ROOT
 from tests.test_reporting import finished_wandb_records
-from tests.tiny import StaleSampler, falling_reward
+from tests.tiny import StaleSampler
 from tests.training import (
     TRAINERS,
     VLLM,
@@ -21,13 +20,11 @@ from tests.training import (
     evaluation,
     freeze_sampler,
     logged,
-    losses,
     messages,
     saying,
 )
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.tools.monitor.callback import RolloutCorrectionMonitor
-from trl_rollout_corr.tools.monitor.reward import Reward
 from trl_rollout_corr.tools.monitor.rule import ALARMS
 
 
@@ -44,12 +41,6 @@ def make_rloo(model, folder, **fields):
     trainer = build(*TRAINERS["rloo"], model, folder, rollout_monitor=None, **fields)
     freeze_sampler(trainer, 1.0)
     return trainer
-
-
-# The reward falls from step 45 to 65. A run that is stopped ends after it has begun to fall.
-ONE_BATCH = {"gradient_accumulation_steps": 1, "steps_per_generation": 1}  # a step, as there are many
-FALLS = {"max_steps": 75, **ONE_BATCH, "extra": {"reward_funcs": falling_reward}}
-BEGAN = 45
 
 
 @pytest.fixture
@@ -136,14 +127,14 @@ def test_a_sampler_without_finite_log_probabilities_is_warned_about(make, tiny_m
 
 def test_a_run_that_rejects_everything_is_warned_about(make, caplog):
     trainer = make(
-        RolloutCorrectionMonitor("stop"),
+        RolloutCorrectionMonitor(),
         rollout_correction=None,
         rollout_rs="seq_mean_k1",
         rollout_rs_threshold=1.0001,
     )
     with saying(caplog, "All tokens were rejected or have no gradient"):
         trainer.train()
-    assert trainer.state.global_step == 3  # bounds may be too tight, which is no reason to end a run
+    assert trainer.state.global_step == 3
 
 
 def nothing_ends(output):
@@ -154,7 +145,7 @@ def nothing_ends(output):
 def test_a_run_whose_completions_are_all_masked_is_warned_about(make, tiny_model_path, caplog):
     """TRL takes completions without an EOS token as cut, also those that a `stop` string has ended."""
     sampler = BrokenSampler(tiny_model_path, nothing_ends)
-    trainer = make(RolloutCorrectionMonitor("stop"), sampler=sampler, mask_truncated_completions=True, max_steps=4)
+    trainer = make(RolloutCorrectionMonitor(), sampler=sampler, mask_truncated_completions=True, max_steps=4)
     with saying(caplog, "No token was left in the loss.*`mask_truncated_completions`.*`stop` string"):
         trainer.train()
     assert [re.search(r"\[(\w+)", message)[1] for message in messages(caplog)] == ["no_tokens"]
@@ -249,16 +240,15 @@ def test_a_run_with_nothing_to_learn_from_is_warned_about(make, tiny_model_path,
 
 
 def test_alarms_do_not_wait_for_a_log(make, caplog):
-    trainer = make(RolloutCorrectionMonitor("stop"), logging_steps=100, **FALLS)
-    with saying(caplog, r"^✖ step 1: k3_kl .*\[k3_at_start > 0.1\]"), saying(caplog, "training ends here"):
+    trainer = make(RolloutCorrectionMonitor(), logging_steps=100, max_steps=4)
+    with saying(caplog, r"^✖ step 1: k3_kl .*\[k3_at_start > 0.1\]"):
         trainer.train()
-    assert BEGAN < trainer.state.global_step < FALLS["max_steps"]
     assert len(logged(trainer, "monitor/alarms")) == 1  # a single log, at the end
 
 
 def test_a_healthy_run_with_few_logs_has_no_alarm(make, tiny_model_path, caplog):
     sampler = StaleSampler(tiny_model_path, noise=0.0)
-    trainer = make(RolloutCorrectionMonitor("stop"), sampler=sampler, logging_steps=4, max_steps=8, learning_rate=1e-6)
+    trainer = make(RolloutCorrectionMonitor(), sampler=sampler, logging_steps=4, max_steps=8, learning_rate=1e-6)
     trainer.train()
     assert messages(caplog) == []
     assert logged(trainer, "monitor/alarms") == [0.0, 0.0]
@@ -291,7 +281,7 @@ def test_a_log_is_the_same_with_and_without_a_monitor(make):
 def observe(caplog):
     def observe(monitor, windows, before=(), spacing=1, settings=None):
         """
-        Let a monitor see the log of a run without correction, and return its messages, the state, and the control. `before`
+        Let a monitor see the log of a run without correction, and return its messages and the state. `before`
         are windows of `spacing` steps that were logged before the run was resumed.
         """
         args = RolloutCorrectionConfig(rollout_correction="disabled", rollout_monitor=None)
@@ -309,7 +299,7 @@ def observe(caplog):
             logs, state.global_step = {"loss": 0.0, **window}, step
             state.log_history.append({**logs, "step": step})
             monitor.on_log(args, state, control, logs=logs)
-        return messages(caplog), state, control
+        return messages(caplog), state
 
     return observe
 
@@ -318,7 +308,7 @@ FAR, NEAR, BETWEEN = ({"rollout_corr/k3_kl": value} for value in (0.06, 1e-4, 0.
 
 
 def test_a_cause_that_lasts_is_repeated_ever_more_rarely(observe):
-    said, state, control = observe(RolloutCorrectionMonitor(), [FAR] * 200)
+    said, state = observe(RolloutCorrectionMonitor(), [FAR] * 200)
     steps = [int(re.match(r"▲ step (\d+): ", message)[1]) for message in said]
     assert steps == [2, 12, 32, 72, 152]
     assert all(
@@ -327,17 +317,16 @@ def test_a_cause_that_lasts_is_repeated_ever_more_rarely(observe):
     assert ["Not every run is harmed" in message for message in said] == [True, False, False, False, False]
     assert all(message.endswith("since step 2") for message in said[1:])
     assert [entry[ALARMS] for entry in state.log_history] == [0, *[1] * 199]
-    assert not control.should_training_stop
 
 
 def test_a_cause_that_comes_and_goes_does_not_flood(observe):
-    said, _, _ = observe(RolloutCorrectionMonitor(), [FAR, FAR, FAR, NEAR, NEAR, NEAR] * 33)
+    said, _ = observe(RolloutCorrectionMonitor(), [FAR, FAR, FAR, NEAR, NEAR, NEAR] * 33)
     assert 3 <= len(said) <= 6
 
 
 def test_two_causes_have_messages_of_their_own(observe):
     window = {"rollout_corr/staleness_max": 40.0, "rollout_corr/rollout_is_mean": 3.0}
-    said, _, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
+    said, _ = observe(RolloutCorrectionMonitor(), [window] * 3)
     assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["staleness", "weight_mean_high"]
 
 
@@ -346,7 +335,7 @@ def test_the_alarm_in_the_readme_is_one_of_the_monitor(observe):
     ours = {"k3_kl": 0.002, "rollout_is_mean": 0.27, "staleness_mean": 0.0, "staleness_max": 0.0}
     of_trl = {"completions/mean_length": 1024.0, **{f"rollout_corr/{name}": value for name, value in ours.items()}}
     args = RolloutCorrectedGRPOConfig("output", rollout_correction="trl", use_vllm=True, use_cpu=True, bf16=False)
-    said, _, _ = observe(RolloutCorrectionMonitor(), [of_trl] * 2, settings=args.settings)
+    said, _ = observe(RolloutCorrectionMonitor(), [of_trl] * 2, settings=args.settings)
     (message,) = (" ".join(message.split()) for message in said)
     for readme in ("README.md", "README.zh-CN.md"):
         (shown,) = re.findall(r"^```text\n(▲.*?)^```", (ROOT / readme).read_text(), re.MULTILINE | re.DOTALL)
@@ -357,14 +346,13 @@ def test_the_alarm_in_the_readme_is_one_of_the_monitor(observe):
 
 def test_only_the_main_process_speaks(monkeypatch, observe):
     monkeypatch.setenv("RANK", "1")
-    said, state, control = observe(RolloutCorrectionMonitor("stop"), fallen(FAR))
+    said, state = observe(RolloutCorrectionMonitor(), [FAR] * 3)
     assert said == []
-    assert control.should_training_stop
     assert state.log_history[-1][ALARMS] == 1
 
 
 def test_logs_of_something_else_are_left_alone():
-    monitor, control, state = RolloutCorrectionMonitor("stop"), TrainerControl(), TrainerState()
+    monitor, control, state = RolloutCorrectionMonitor(), TrainerControl(), TrainerState()
     monitor.on_train_begin(RolloutCorrectionConfig(rollout_monitor=None), state, control)
     for logs in (None, {}, {"my_metric": 1.0}, {"eval_rollout_corr/k3_kl": 9.0}, {"train_runtime": 1.0}):
         before = dict(logs or {})
@@ -372,179 +360,14 @@ def test_logs_of_something_else_are_left_alone():
         assert (logs or {}) == before
 
 
-# Stopping -------------------------------------------------------------------------------------------------------------
-
-
-def rewarded(window, rewards):
-    """Windows with these mean rewards."""
-    return [{**window, "rollout_corr/reward_mean": reward} for reward in rewards]
-
-
-def course(*levels, spread=0.02):
-    """Rewards with a level for so many steps, or between two levels on the way: `(0.6, 50), (0.6, 0.1, 20)`."""
-    found = []
-    for *ends, steps in levels:
-        found += [ends[0] + (ends[-1] - ends[0]) * (step + 0.5) / steps for step in range(steps)]
-    return [level + spread * (-1) ** step for step, level in enumerate(found)]
-
-
-COLLAPSE = course((0.6, 60), (0.6, 0.1, 20), (0.1, 20))
-
-
-def fallen(window):
-    """Windows of a run whose reward falls."""
-    return rewarded(window, COLLAPSE)
-
-
-def test_an_alarm_about_the_gap_stops_once_the_reward_has_fallen(observe):
-    said, _, control = observe(RolloutCorrectionMonitor("stop"), fallen(FAR))
-    assert control.should_training_stop
-    assert control.should_save
-    ends = next(message for message in said if "training ends here" in message)
-    assert re.search(r"The mean reward has fallen from 0\.6 to 0\.\d+", ends)
-    assert 60 < int(re.match(r"▲ step (\d+): ", ends)[1]) < 90
-
-
-@pytest.mark.parametrize(
-    ("window", "rewards"),
-    {
-        "the alarm alone, without rewards": (FAR, None),
-        "steady": (FAR, course((0.6, 200))),
-        "rising": (FAR, course((0.2, 40), (0.2, 0.6, 40), (0.6, 100))),
-        "constant": (FAR, [0.0] * 200),
-        "other prompts": (FAR, course((0.6, 60), (0.1, 60), (0.5, 60))),
-        "harder prompts": (FAR, course((0.9, 0.2, 200))),
-        "less than a quarter": (FAR, course((0.6, 60), (0.6, 0.5, 20), (0.5, 40), spread=0.001)),
-        "the reward alone": (NEAR, COLLAPSE),
-    }.values(),
-)
-def test_a_run_goes_on_unless_both_are_bad(observe, window, rewards):
-    windows = [window] * 60 if rewards is None else rewarded(window, rewards)
-    _, _, control = observe(RolloutCorrectionMonitor("stop"), windows)
-    assert not control.should_training_stop
-
-
-def test_a_reward_that_has_come_back_has_not_fallen():
-    reward = Reward()
-    for value in COLLAPSE:
-        reward.add(value)
-    assert reward.fell
-    for value in course((0.1, 0.6, 20), (0.6, 20)):
-        reward.add(value)
-    assert not reward.fell
-
-
-def answered(rng, shares, completions):
-    """Mean rewards of steps in which this share of so many completions is right."""
-    return rng.binomial(completions, np.clip(shares, 0, 1)) / completions
-
-
-def repeated(levels, steps, every):
-    return np.repeat(levels, every)[:steps]
-
-
-# Runs without a fall: of a generator, the rewards of a run, with few or many completions a step
-WITHOUT_A_FALL = {
-    "constant": lambda rng, n: answered(rng, np.full(600, rng.choice([0.05, 0.5, 0.9])), n),
-    "noise": lambda rng, n: rng.normal(rng.choice([0, 1]), rng.choice([0.01, 0.1, 1.0]), 600),
-    "easy to hard, 100 steps": lambda rng, n: answered(rng, np.linspace(0.9, 0.2, 100), n),
-    "easy to hard, 1,000 steps": lambda rng, n: answered(rng, np.linspace(0.9, 0.2, 1000), n),
-    "easy to hard, slow at the ends": lambda rng, n: answered(rng, 1 / (1 + np.exp(np.linspace(-3, 3, 600))), n),
-    "blocks of 25": lambda rng, n: answered(rng, repeated(rng.uniform(0.1, 0.9, 24), 600, 25), n),
-    "blocks of 100": lambda rng, n: answered(rng, repeated(rng.uniform(0.1, 0.9, 6), 600, 100), n),
-    "two kinds of blocks": lambda rng, n: answered(rng, repeated([0.7, 0.3] * 2, 600, 200), n),
-}
-COMPLETIONS = (4, 16, 64)
-SEEDS = range(50_000, 50_300)  # none of them was used to choose a limit
-
-
-def fall_of(rewards):
-    """Step at which the reward is first said to have fallen; `None` if it never is."""
-    reward = Reward()
-    for step, value in enumerate(rewards, 1):
-        reward.add(float(value))
-        if reward.fell:
-            return step
-    return None
-
-
-@pytest.mark.parametrize("kind", WITHOUT_A_FALL)
-def test_runs_without_a_fall_show_none(kind):
-    runs = (WITHOUT_A_FALL[kind](np.random.default_rng(seed), COMPLETIONS[seed % 3]) for seed in SEEDS)
-    assert sum(fall_of(run) is not None for run in runs) <= 0.02 * len(SEEDS)
-
-
-@pytest.mark.parametrize(
-    ("fall", "completions", "begins", "found"),
-    [
-        ("collapse", 32, 100, 50),
-        ("collapse", 128, 100, 30),
-        ("collapse after learning", 128, 200, 30),
-        ("slow decay", 64, 400, 200),
-    ],
-)
-def test_real_falls_are_found_within_a_reasonable_time(fall, completions, begins, found):
-    level, drop, low = np.full(100, 0.6), np.linspace(0.6, 0.1, 30), np.full(60, 0.1)
-    shares = {
-        "collapse": [level, drop, low],
-        "collapse after learning": [np.linspace(0.2, 0.6, 100), level, drop, low],
-        "slow decay": [np.full(400, 0.6), np.linspace(0.6, 0.3, 200), np.full(100, 0.3)],
-    }[fall]
-    steps = [
-        fall_of(answered(np.random.default_rng(seed), np.concatenate(shares), completions)) for seed in SEEDS[:20]
-    ]
-    in_time = [step is not None and begins < step <= begins + found for step in steps]
-    assert np.mean(in_time) >= 0.8, steps
-
-
-def test_a_run_that_only_warns_goes_on(observe):
-    _, _, control = observe(RolloutCorrectionMonitor(), fallen(FAR))
-    assert not control.should_training_stop
-
-
-def test_a_run_is_stopped_after_a_checkpoint_and_goes_on_from_there(make, tmp_path, caplog):
-    fields = {**FALLS, "save_strategy": "no"}
-    trainer = make(RolloutCorrectionMonitor("stop"), **fields)
-    with saying(caplog, "training ends here, with a checkpoint in "):
-        trainer.train()
-    step = trainer.state.global_step
-    assert BEGAN < step < fields["max_steps"]
-    checkpoint = tmp_path / "run" / f"checkpoint-{step}"
-    assert (checkpoint / "trainer_state.json").exists()
-    assert (checkpoint / "model.safetensors").exists()
-    resumed = make(folder="resumed", **fields)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert resumed.state.global_step == fields["max_steps"]
-    assert len(logged(resumed, "kl")) == fields["max_steps"]
-    uninterrupted = make(folder="uninterrupted", **fields)
-    found = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
-    assert found == pytest.approx([loss for loss, _ in losses(uninterrupted)], rel=1e-4)
-
-
-def test_what_was_changed_after_a_stop_gets_its_chance(make, tmp_path, tiny_model_path, caplog):
-    fields = {**FALLS, "learning_rate": 1e-6}
-    trainer = make(RolloutCorrectionMonitor("stop"), **fields)
-    with saying(caplog, "training ends here"):
-        trainer.train()
-    step = trainer.state.global_step
-    repaired = StaleSampler(tiny_model_path, noise=0.0)
-    resumed = make(RolloutCorrectionMonitor("stop"), sampler=repaired, folder="resumed", **fields)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
-    assert resumed.state.global_step == fields["max_steps"]
-
-
-def test_windows_of_before_a_resume_do_not_stop_the_run(observe):
-    *_, control = observe(RolloutCorrectionMonitor("stop"), rewarded(FAR, [0.1] * 10), before=fallen(FAR))
-    assert not control.should_training_stop
-    *_, control = observe(RolloutCorrectionMonitor("stop"), fallen(FAR), before=fallen(FAR))
-    assert control.should_training_stop
+# After a resume -------------------------------------------------------------------------------------------------------
 
 
 def test_steps_after_a_resume_are_not_mixed_with_windows_of_the_log(observe):
-    """A window of ten steps is enough for an alarm that ends a run, a step is not."""
+    """A window of ten steps is enough for an alarm that foretells a collapse, a step is not."""
     near, far = {"rollout_corr/k3_kl": 1e-4}, {"rollout_corr/k3_kl": 0.2}  # not far enough for a single step
     for windows, steps in (([far, near, near], []), ([far, far, near], ["22"])):
-        said, *_ = observe(
+        said, _ = observe(
             RolloutCorrectionMonitor(bounds={"k3_uncorrected": None}), windows, before=[near] * 2, spacing=10
         )
         assert [re.match(r"▲ step (\d+): ", message)[1] for message in said] == steps
@@ -560,28 +383,9 @@ def test_how_a_resumed_run_began_is_known(observe):
     assert "there from the first step, so" not in said(0.001)
 
 
-def test_a_checkpoint_is_saved_if_it_is_not_the_best(make, tmp_path, monkeypatch, caplog):
-    best = {"save_strategy": "best", "metric_for_best_model": "loss"}
-    evaluated = {**evaluation(), "eval_steps": 1, "eval_delay": BEGAN}  # also at the last step
-    extra = {**evaluated["extra"], **FALLS["extra"]}
-    trainer = make(RolloutCorrectionMonitor("stop"), **{**FALLS, **best, **evaluated, "extra": extra})
-    monkeypatch.setattr(trainer, "_determine_best_metric", lambda metrics, trial: False)
-    with saying(caplog, "training ends here"):
-        trainer.train()
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [
-        f"checkpoint-{trainer.state.global_step}"
-    ]
-
-
-def test_a_warning_does_not_stop(observe):
-    said, _, control = observe(RolloutCorrectionMonitor("stop"), fallen(BETWEEN))
-    assert "[k3_uncorrected > 0.015]" in said[0]
-    assert not control.should_training_stop
-
-
-def test_what_is_no_action_or_rule_is_refused():
-    with pytest.raises(ValueError, match="`rollout_monitor` must be one of warn, stop, got 'tighten'"):
-        RolloutCorrectionMonitor("tighten")
+def test_what_is_no_rule_is_refused():
+    with pytest.raises(ValueError, match=r"`rollout_monitor_bounds` must be numbers, or None, by name .* got 'stop'"):
+        RolloutCorrectionMonitor("stop")
     with pytest.raises(ValueError, match=r"`rollout_monitor_bounds` is .*, and 'k4' is not a bound"):
         RolloutCorrectionMonitor(bounds={"k4": 1.0})
 
@@ -601,7 +405,7 @@ def test_alerts_in_wandb(make, monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    make(RolloutCorrectionMonitor("warn"), report_to=["wandb"], run_name="run", max_steps=2).train()
+    make(RolloutCorrectionMonitor(), report_to=["wandb"], run_name="run", max_steps=2).train()
     alerts = [record.alert for record in finished_wandb_records(lambda record: record.HasField("alert"))]
     (alert,) = [alert for alert in alerts if alert.title.startswith("k3_at_start at step 1")]
     assert alert.level == "ERROR"
@@ -613,7 +417,7 @@ def test_alerts_in_trackio(make, capsys, monkeypatch, tmp_path):
     from trackio.sqlite_storage import SQLiteStorage
 
     monkeypatch.chdir(tmp_path)
-    monitor = RolloutCorrectionMonitor("warn")
+    monitor = RolloutCorrectionMonitor()
     make(monitor, report_to=["trackio"], project="alerts", run_name="run", max_steps=2).train()
     (alert,) = [a for a in SQLiteStorage.get_alerts("alerts") if a["title"] == "k3_at_start at step 1"]
     assert alert["level"] == "error"
@@ -629,9 +433,7 @@ def test_a_tracker_that_refuses_an_alert_ends_no_run(make, monkeypatch, tmp_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trackio, "alert", alert)
-    trainer = make(
-        RolloutCorrectionMonitor("warn"), report_to=["trackio"], project="alerts", run_name="r", max_steps=4
-    )
+    trainer = make(RolloutCorrectionMonitor(), report_to=["trackio"], project="alerts", run_name="r", max_steps=4)
     trainer.train()
     assert trainer.state.global_step == 4
     (told,) = [message for message in caplog.messages if "did not become an alert" in message]
@@ -642,24 +444,29 @@ def test_a_tracker_that_refuses_an_alert_ends_no_run(make, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"), [({}, 0), ({"rollout_monitor": "stop"}, 1), ({"rollout_monitor": None}, 0)]
+    ("fields", "told"),
+    [({}, 0), ({"rollout_monitor": "warn", "rollout_monitor_bounds": {"k3_high": 1.0}}, 1)],
 )
 def test_fields_beside_a_monitor_of_the_user_are_named(tiny_model_path, tmp_path, fields, told):
-    extra = {"callbacks": [RolloutCorrectionMonitor("warn")]}
-    fields = {"rollout_monitor_bounds": {"k3_high": 1.0} if told else None, "extra": extra, "max_steps": 1, **fields}
+    extra = {"callbacks": [RolloutCorrectionMonitor()]}
+    fields = {"extra": extra, "max_steps": 1, **fields}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), **fields).train()
-    for name in ("rollout_monitor", "rollout_monitor_bounds"):
-        said = [str(w.message) for w in caught if str(w.message).startswith(f"`{name}` is set to")]
-        assert len(said) == told, name
-        assert all("takes the place of the trainer's own" in message for message in said)
+    said = [str(w.message) for w in caught if str(w.message).startswith("`rollout_monitor_bounds` is set to")]
+    assert len(said) == told
+    assert all("takes the place of the trainer's own" in message for message in said)
 
 
 def test_a_monitor_that_is_added_later_is_looked_at_too(tiny_model_path, tmp_path):
     trainer = build(
-        *TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=StaleSampler(tiny_model_path), rollout_monitor="stop"
+        *TRAINERS["grpo"],
+        tiny_model_path,
+        tmp_path,
+        sampler=StaleSampler(tiny_model_path),
+        rollout_monitor="warn",
+        rollout_monitor_bounds={"k3_high": 1.0},
     )
-    trainer.add_callback(RolloutCorrectionMonitor("warn"))
-    with pytest.warns(UserWarning, match=r"`rollout_monitor` is set to 'stop' but has no effect"):
+    trainer.add_callback(RolloutCorrectionMonitor())
+    with pytest.warns(UserWarning, match=r"`rollout_monitor_bounds` is set to .* but has no effect"):
         trainer.train()

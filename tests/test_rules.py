@@ -347,8 +347,8 @@ def gaps(values, settings=None, **others):
 
 
 def severe(findings):
-    """Alarms that end a run once the reward has fallen."""
-    return [(finding.bound, finding.step) for finding in findings if finding.ends]
+    """Alarms that foretell a collapse."""
+    return [(finding.bound, finding.step) for finding in findings if BOUNDS[finding.bound].foretells_collapse]
 
 
 def test_a_gap_that_opens_and_closes_is_not_critical():
@@ -683,9 +683,9 @@ def test_a_critical_alarm_is_never_false(runs):
     assert {alarm.step for run in critical.values() for alarm in run.alarms if alarm.severity == "critical"} == {1}
 
 
-def test_an_alarm_that_ends_a_run_is_seldom_false_where_the_run_corrects(runs):
+def test_an_alarm_that_foretells_a_collapse_is_seldom_false_where_the_run_corrects(runs):
     healthy = [run for run in runs if run.course == "healthy" and run.kind in ("corrected", "fresh")]
-    false = [run for run in healthy if any(alarm.ends for alarm in run.alarms)]
+    false = [run for run in healthy if run.foretold]
     for later, share in ((False, 0.03), (True, 0.2)):  # the later ones dipped for a while
         shown, of = (
             [run for run in some if bool(LATER.search(run.record["name"])) == later] for some in (false, healthy)
@@ -711,7 +711,8 @@ def test_garbage_tokens_are_named_as_a_bias(runs):
 def test_an_uncorrected_collapse_is_announced(runs):
     falls = [run for run in runs if run.course == "collapse" and run.kind == "uncorrected"]
     assert len(falls) >= 10
-    assert sum(any(alarm.ends and run.announces(alarm) for alarm in run.alarms) for run in falls) >= 0.8 * len(falls)
+    early = [[alarm.bound for alarm in run.alarms if run.announces(alarm)] for run in falls]
+    assert sum(any(BOUNDS[name].foretells_collapse for name in names) for names in early) >= 0.8 * len(falls)
 
 
 def test_what_messages_say_about_large_gaps_is_what_runs_show(arena):

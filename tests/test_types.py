@@ -17,14 +17,14 @@ RolloutCorrectionConfig(rollout_correction="decoupled_token_is", rollout_rs=["to
 RolloutCorrectionConfig(rollout_is="sequence", rollout_nan_policy="raise", rollout_monitor=None)
 RolloutCorrectionConfig(rollout_is="preset", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0", bypass_mode=None)
 RolloutCorrectionConfig("bypass_pg_is", rollout_is=None).settings.bounding
-RolloutCorrectionMonitor("stop")
+RolloutCorrectionMonitor({"staleness": 32})
 """
 BAD = """
 from trl_rollout_corr import RolloutCorrectionConfig, RolloutCorrectionMonitor
 RolloutCorrectionConfig(rollout_is="tokens")
 RolloutCorrectionConfig(rollout_rs=["token_k9"])
 RolloutCorrectionConfig(rollout_iss="token")
-RolloutCorrectionMonitor("shout")
+RolloutCorrectionMonitor(32)
 """
 
 

@@ -111,12 +111,6 @@ def length_reward(completions, **kwargs) -> list[float]:
     return [len(completion) / 4 for completion in completions]
 
 
-def falling_reward(completions, trainer_state, **kwargs) -> list[float]:
-    """Reward that falls by 1 from optimizer step 45 to 65, on top of a small one that differs between completions."""
-    level = min(max((65 - trainer_state.global_step) / 20, 0.0), 1.0)
-    return [level + len(completion) / 100 for completion in completions]
-
-
 class StaleSampler:
     """
     A `rollout_func` whose log-probabilities come from another model than the trainer's, plus noise.

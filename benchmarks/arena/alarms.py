@@ -42,7 +42,11 @@ class Replay(NamedTuple):
     course: str  # healthy, dip, or collapse
     fall: int | None  # step of the look at which it has collapsed
     alarms: list[Alarm]  # the first of each bound
-    stopped: bool  # by `rollout_monitor: stop`, which also needs a fall of the reward
+
+    @property
+    def foretold(self) -> bool:
+        """True if an alarm that foretells a collapse is raised, rightly or not."""
+        return any(BOUNDS[alarm.bound].foretells_collapse for alarm in self.alarms)
 
     def announces(self, alarm: Alarm) -> bool:
         """True if an alarm comes so early that somebody can act on it."""
@@ -60,21 +64,9 @@ def replay(record: Mapping[str, Any]) -> Replay:
     log = [_completed(entry) for entry in _entries(record["history"])]
     settings = settings_of(record)
     way = record["settings"].get("way", {})
-    examiner = _Stopping(settings, num_iterations=way.get("num_iterations", 1))
-    alarms = examiner.alarms_of(log)
+    alarms = Examiner(settings, num_iterations=way.get("num_iterations", 1)).alarms_of(log)
     course, fall = _course(record["steps"], record["accuracy"])
-    return Replay(record, log, _kind(record, settings), course, fall, alarms, examiner.stops)
-
-
-class _Stopping(Examiner):
-    """Examiner that remembers whether `rollout_monitor: stop` would have ended the run."""
-
-    stops = False
-
-    def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
-        alarms = super().observe(entry)
-        self.stops = self.stops or (self.reward.fell and any(alarm.ends for alarm in alarms))
-        return alarms
+    return Replay(record, log, _kind(record, settings), course, fall, alarms)
 
 
 def settings_of(record: Mapping[str, Any]) -> Settings:
@@ -91,17 +83,13 @@ def _entries(history: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, Any]]:
 
 def _completed(entry: dict[str, Any]) -> dict[str, Any]:
     """
-    An entry with two metrics that the archive does not have. TRL's mean reward stands for ours. Advantages of a group add up
-    to 0, so that all are 0 in a step without one above 0.
+    An entry with a metric that the archive does not have. Advantages of a group add up to 0, so that all are 0 in a step
+    without one above 0.
     """
     if entry.get(GAP) is None:
         return entry
     none = entry.get(f"{PREFIX}kl_advantage_positive") is None
-    return {
-        **entry,
-        f"{PREFIX}zero_advantage_fraction": float(none),
-        f"{PREFIX}reward_mean": entry["reward"],
-    }
+    return {**entry, f"{PREFIX}zero_advantage_fraction": float(none)}
 
 
 def _kind(record: Mapping[str, Any], settings: Settings) -> str:
@@ -157,19 +145,13 @@ def _alarm(runs: Iterable[Replay], name: str) -> dict[str, int]:
 
 
 def _any(runs: Sequence[Replay]) -> dict[str, int]:
-    """
-    In how many healthy corrected runs any alarm comes, and any that may end a run; how many collapses there are, and how many
-    collapses and other runs `rollout_monitor: stop` would end.
-    """
+    """In how many healthy corrected runs any alarm comes, and any that foretells a collapse; how many collapses there are."""
     healthy = [run for run in runs if run.course == "healthy" and run.kind == "corrected"]
     collapses = [run for run in runs if run.course == "collapse"]
-    stopped = [run for run in runs if run.stopped]
     return {
         "alarm": sum(bool(run.alarms) for run in healthy),
-        "ends": sum(any(alarm.ends for alarm in run.alarms) for run in healthy),
+        "foretold": sum(run.foretold for run in healthy),
         "collapses": len(collapses),
-        "stopped_collapses": sum(run.course == "collapse" for run in stopped),
-        "stopped_others": sum(run.course != "collapse" for run in stopped),
     }
 
 

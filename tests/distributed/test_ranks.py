@@ -93,7 +93,6 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
     groups = {
         "exactness": exactness_cases(2, folder),
         "collectives": COLLECTIVES,
-        "monitor": {"stops": STOPS},
         "disagreement": DISAGREEMENTS,
         "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
@@ -295,24 +294,6 @@ def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(
         "normalised in bypass": logs + micro_batches,
     }
 
-
-def test_all_ranks_stop_at_the_same_step(two_ranks):
-    ranks = two_ranks.results["monitor"]["stops"]
-    first, second = (rank["steps"] for rank in ranks)
-    assert 45 < first == second < STOPS["max_steps"]  # the reward falls from step 45 on
-    assert ranks[0]["parameters"] == ranks[1]["parameters"]
-
-
-STOPS = {
-    "max_steps": 75,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 1,
-    "reward_falls": True,
-    "logging_steps": 100,
-    "rollout_correction": "disabled",
-    "rollout_monitor": "stop",
-    "sampler": {"noise": 1.0},
-}
 
 # Ranks that see different things --------------------------------------------------------------------------------------
 

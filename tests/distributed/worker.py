@@ -28,7 +28,7 @@ from trl import GRPOTrainer, RLOOTrainer
 import tests.conftest  # noqa: F401 - environment of the tests
 from tests.asynchronous import WorkerHere, build_ours, build_theirs
 from tests.routes_on_a_cpu import returning_routes
-from tests.tiny import StaleSampler, falling_reward, length_reward
+from tests.tiny import StaleSampler, length_reward
 from tests.training import TRAINERS, config_fields, freeze_sampler, losing, sharing_engines
 
 
@@ -142,8 +142,7 @@ def build(case: dict, folder: Path):
         os.environ["ACCELERATE_USE_FSDP"] = USE_FSDP
         pretend_cpus_are_accelerators(case.get("ddp_timeout", 1800))
         case["accelerator_config"] = {"use_configured_state": True}
-    reward = falling_reward if case.pop("reward_falls", False) else length_reward
-    arguments = {"reward_funcs": reward, "train_dataset": numbered_prompts(64)}
+    arguments = {"reward_funcs": length_reward, "train_dataset": numbered_prompts(64)}
     if kind == "grpo" and not case.get("use_vllm"):
         arguments["rollout_func"] = SameOnAnyNumberOfRanks(model, **sampler)
     if lora:

@@ -77,8 +77,7 @@ class RolloutCorrectionConfig:
         rollout_routing (`str`, *optional*):
             replay: the trainer takes the experts that a colocated vLLM chose.
         rollout_monitor (`str` or `None`, *optional*, defaults to `"warn"`):
-            Reaction to unhealthy metrics: warn, stop (end training if the reward has fallen as
-            well), or `None`, which also switches the checks of pushes off.
+            Reaction to unhealthy metrics: warn, or `None`, which also switches the checks of pushes off.
         rollout_monitor_bounds (`dict[str, float]`, *optional*):
             Other limits of the monitor, by name of a bound; `None` switches a bound off.
         rollout_diagnose (`bool`, *optional*, defaults to `False`):

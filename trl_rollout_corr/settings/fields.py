@@ -18,7 +18,7 @@ from .thresholds import none_if_null, numbers_in, parse_criteria, parse_number, 
 WeightLevel = Literal[Level, "preset"]
 LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
-MonitorAction = Literal["warn", "stop"]
+MonitorAction = Literal["warn"]
 Replay = Literal["replay"]
 Truth = bool
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
@@ -68,6 +68,13 @@ def _preset(value: object) -> str | None:
         remedy = nearest(value, PRESETS).strip() or _COMMON
         raise SettingError("rollout_correction", value, "which is not a preset", remedy=remedy)
     return value
+
+
+def _monitor(value: object) -> Any:
+    if value == "stop":  # a choice of earlier releases
+        remedy = "`stop` was removed: it would have ended none of our published runs. `warn` raises the same alarms."
+        raise SettingError("rollout_monitor", value, allowed="warn or None", remedy=remedy)
+    return _choice("rollout_monitor", (*MONITOR_ACTIONS, None), value)
 
 
 def _criteria(value: object) -> Any:
@@ -137,7 +144,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
     "rollout_engine_kwargs": partial(_unless_none, _engine_kwargs),
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
-    "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
+    "rollout_monitor": _monitor,
     "rollout_monitor_bounds": _bounds,
     "rollout_diagnose": partial(parse_truth, field="rollout_diagnose"),
     "rollout_dump_dir": partial(_unless_none, _folder),

@@ -50,6 +50,8 @@ class Settings:
         Settings that a run wrote, by name of their field. They are in effect already, so no preset
         decides any of them again. A `ValueError` if no run writes such a value.
         """
+        if written["rollout_monitor"] == "stop":  # which earlier releases took, with the same alarms
+            written = {**written, "rollout_monitor": "warn"}
         values = {name: parse(written[name]) for name, parse in PARSERS.items()}
         if values["rollout_rs"]:
             values["rollout_rs_threshold"] = parse_rejection_thresholds(

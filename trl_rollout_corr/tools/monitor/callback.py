@@ -1,4 +1,4 @@
-"""The health rules during a run: a callback that warns or stops."""
+"""The health rules during a run: a callback that warns."""
 
 import io
 import textwrap
@@ -12,8 +12,6 @@ from transformers.integrations import TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ...messages import PREFIX, notify, warn_idle
-from ...settings.config import RolloutCorrectionConfig
-from ...settings.fields import MONITOR_ACTIONS, MonitorAction
 from ...settings.resolve import Settings
 from ...trainers.observer import Observer
 from ...trainers.watcher import Watcher
@@ -43,32 +41,24 @@ class RolloutCorrectionMonitor(Watcher):
     them replaces it.
 
     Args:
-        action (`str`, *optional*, defaults to `"warn"`):
-            `"stop"` saves a checkpoint and ends training once the reward falls while an alarm about
-            the gap lasts. The fall must be gradual, must follow a level period twice as long, and
-            must exceed what other prompts explain (`trl-rollout-corr docs alarms`).
         bounds (`dict[str, float or None]`, *optional*):
             Other limits, by name of a bound; `None` switches a bound off.
 
     Raises:
-        `ValueError`: if the action is unknown, or if `bounds` names an unknown bound or gives no
-        number.
+        `ValueError`: if `bounds` names an unknown bound or gives no number.
 
     Example:
 
     ```python
     from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectionMonitor
 
-    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor("stop", bounds={"staleness": 32})])
+    trainer = RolloutCorrectedGRPOTrainer(..., callbacks=[RolloutCorrectionMonitor(bounds={"staleness": 32})])
     ```
     """
 
     reads_steps = True
 
-    def __init__(self, action: MonitorAction = "warn", bounds: Mapping[str, float | None] | str | None = None) -> None:
-        if action not in MONITOR_ACTIONS:
-            raise ValueError(f"`rollout_monitor` must be one of {', '.join(MONITOR_ACTIONS)}, got {action!r}.")
-        self.action = action
+    def __init__(self, bounds: Mapping[str, float | None] | str | None = None) -> None:
         self.of_configuration = False  # or passed by the user
         self.warned = False  # about fields of the configuration
         self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
@@ -80,8 +70,7 @@ class RolloutCorrectionMonitor(Watcher):
     @classmethod
     def of(cls, trainer: Any) -> Self:
         settings: Settings = trainer._settings
-        assert settings.rollout_monitor is not None  # the field that asks for it
-        monitor = cls(settings.rollout_monitor, settings.rollout_monitor_bounds)
+        monitor = cls(settings.rollout_monitor_bounds)
         monitor.of_configuration = True
         return monitor
 
@@ -98,13 +87,10 @@ class RolloutCorrectionMonitor(Watcher):
     def _warn_about_fields(self, settings: Settings) -> None:
         """Warn about fields of the configuration that the user's own monitor ignores."""
         reason = "the `RolloutCorrectionMonitor` among the callbacks takes the place of the trainer's own"
-        if settings.rollout_monitor not in (None, RolloutCorrectionConfig.rollout_monitor):
-            warn_idle("rollout_monitor", settings.rollout_monitor, reason)
         if settings.rollout_monitor_bounds is not None:
             warn_idle("rollout_monitor_bounds", settings.rollout_monitor_bounds, reason)
 
     def _restart(self) -> None:
-        self._stopping = False
         self._windows = 0
         self._not_ours: dict[str, float] = {}  # the last logged metrics outside rollout correction
         self._alarms: set[str] = set()  # bounds that raised an alarm since the last log
@@ -132,7 +118,7 @@ class RolloutCorrectionMonitor(Watcher):
             return
         self._not_ours = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
         steps = [{**logs, "step": state.global_step}] if self.observer is None else self.observer.read_steps()
-        self._examine(steps, args, state, control)
+        self._examine(steps, state)
         self._not_ours.pop("frac_reward_zero_std", None)  # it describes the steps up to here only
         _add(ALARMS, len(self._alarms), logs, state)
         self._alarms.clear()
@@ -142,66 +128,36 @@ class RolloutCorrectionMonitor(Watcher):
     ) -> None:
         if self.observer is not None:
             self.observer.close_step(state.global_step)
-            self._examine(self.observer.read_steps(before=state.global_step), args, state, control)
+            self._examine(self.observer.read_steps(before=state.global_step), state)
 
-    def _examine(
-        self, windows: list[dict[str, float]], args: TrainingArguments, state: TrainerState, control: TrainerControl
-    ) -> None:
+    def _examine(self, windows: list[dict[str, float]], state: TrainerState) -> None:
         """Examine windows, and report alarms."""
         for window in windows:
             self._windows += 1
             alarms = self._examiner.observe({**self._not_ours, **window})
             self._alarms.update(alarm.bound for alarm in alarms)
-            acted = self._act(alarms, args, control)
-            reason = next((alarm for alarm in alarms if alarm.ends), None)
             for alarm in alarms:
-                self._say(alarm, acted if alarm is reason else None, state)
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        # `save_strategy="best"` resets `should_save` if it evaluates in the step that stops
-        if self._stopping:
-            control.should_save = True
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self._stopping = False
-
-    # Actions ----------------------------------------------------------------------------------------------------------
-
-    def _act(self, alarms: list[Alarm], args: TrainingArguments, control: TrainerControl) -> str | None:
-        """
-        Act on an alarm that may end a run, if the reward fell too. Returns a sentence about the
-        action.
-        """
-        reward = self._examiner.reward
-        if self.action == "warn" or not any(alarm.ends for alarm in alarms) or not reward.fell:
-            return None
-        self._stopping = control.should_save = control.should_training_stop = True
-        return (
-            f"The mean reward has fallen from {reward.before:.2g} to {reward.after:.2g}. Because `rollout_monitor` is "
-            f"'stop', training ends here, with a checkpoint in {args.output_dir}."
-        )
+                self._say(alarm, state)
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, alarm: Alarm, acted: str | None, state: TrainerState) -> None:
+    def _say(self, alarm: Alarm, state: TrainerState) -> None:
         """Report an alarm, unless it was reported a short while ago."""
         first_step = self._first_step.setdefault(alarm.bound, alarm.step)
         self._last_window[alarm.bound] = self._windows
-        if not acted and any(alarm.bound in SILENCED[bound] for bound in self._lately()):
+        if any(alarm.bound in SILENCED[bound] for bound in self._lately()):
             return  # the same cause, already reported in more detail
         explained = alarm.bound in self._pauses
         due, pause = self._pauses.get(alarm.bound, (self._windows, FIRST_PAUSE))
-        if self._windows < due and not acted:
+        if self._windows < due:
             return
         self._pauses[alarm.bound] = self._windows + pause, 2 * pause
-        critical, done = alarm.severity == "critical", [acted] if acted else []
+        critical = alarm.severity == "critical"
         again = f" since step {first_step}" if first_step < alarm.step else ""
         head = f"{_SYMBOLS[alarm.severity]} step {alarm.step}: {alarm.in_short}{again}"
-        notify(_with_details(head, done if explained else [*done, alarm.why, alarm.advice]), error=critical)
+        notify(_with_details(head, [] if explained else [alarm.why, alarm.advice]), error=critical)
         if self.reporters is not None and state.is_world_process_zero:
-            title, text = f"{alarm.bound} at step {alarm.step}", " ".join([str(alarm), *done])
+            title, text = f"{alarm.bound} at step {alarm.step}", str(alarm)
             failed = report_alert(self.reporters, title, text, critical=critical)
             if failed and not self._told_failed:
                 self._told_failed = True

@@ -10,7 +10,6 @@ from typing import Any
 
 from ...messages import SettingError, nearest
 from ...settings.resolve import Settings
-from .reward import Reward
 from .rule import Alarm, Bound
 from .rules import BOUNDS, SILENCED
 from .texts import fill
@@ -66,11 +65,6 @@ class Examiner:
     def _window(self, entry: Mapping[str, object]) -> Window:
         return Window(entry, self.settings, self._course, self.num_iterations > 1, self.fields)
 
-    @property
-    def reward(self) -> Reward:
-        """The reward of the run so far."""
-        return self._course.reward
-
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
         """
         Alarms that hold now, the most serious first. An entry without metrics of rollout correction
@@ -115,7 +109,7 @@ class Examiner:
             seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"
         passed = f"{'<' if bound.below else '>'} {limit:g}"
         found = bound.name, bound.severity, bound.metric, window.step, window.step, value
-        return Alarm(*found, seen, why, advice, passed, bound.ends)
+        return Alarm(*found, seen, why, advice, passed)
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:

@@ -25,7 +25,6 @@ class Alarm:
     why: str  # what it may mean
     advice: str  # settings to change, or where to look
     limit: str  # that the metric exceeded: "> 0.03"
-    ends: bool  # it ends a run that the monitor may stop, if the reward fell as well
 
     @property
     def in_short(self) -> str:
@@ -36,8 +35,8 @@ class Alarm:
         return f"{self.seen} {self.why} {self.advice}"
 
 
-# A single window of this many optimizer steps suffices for an alarm that ends a run, because three
-# would outlast most falls.
+# A single window of this many optimizer steps suffices for an alarm that foretells a collapse,
+# because three would outlast most falls.
 LONG = 10
 # A fault comes and goes if `RETURNS` of the `LATEST` windows are unhealthy, such as every third
 # step
@@ -63,7 +62,7 @@ class Bound:
     lasting: int = 0  # passed after so many consecutive unhealthy steps (at least two windows, and at most `patience`)
     far: float = math.inf  # times the limit: a single window beyond it is enough
     returns: bool = True  # also passed if unhealthy windows return; False if chance makes them return in a small batch
-    ends: bool = False  # it ends a run that the monitor may stop, if the reward falls
+    foretells_collapse: bool = False  # so that a single window of `LONG` steps is enough
     applies: Callable[[Window], bool] = lambda window: True
     measure: Callable[[Window], float | None] | None = None  # the number of a window that replaces the metric
     confirmed: Callable[[Window], bool] = lambda window: True  # a second condition, checked when the bound is passed
@@ -89,7 +88,7 @@ class Bound:
         True if the bound is passed after these windows (`True` is unhealthy, the latest comes
         last), each of `spacing` optimizer steps.
         """
-        if self.ends and spacing >= max(self.lasting, LONG):
+        if self.foretells_collapse and spacing >= max(self.lasting, LONG):
             return streak[-1]
         if self.lasting:
             needed = windows_of(self.lasting, spacing, at_most=self.patience)

@@ -47,7 +47,7 @@ RULES = [
             "limit": 0.1,
             "far": 5.0,
             "severity": "critical",
-            "ends": True,
+            "foretells_collapse": True,
             "covers": ("everything_rejected",),
         },
         {"limit": 0.0, "patience": 1},
@@ -64,7 +64,7 @@ RULES = [
             "name": "k3_at_start",
             "limit": LARGE_K3,
             "severity": "critical",
-            "ends": True,
+            "foretells_collapse": True,
             "seen": "`k3_kl` has been at least {value:.2g} since the first step, above {limit:g}, where no update of the "
             "weights can be the reason.",
             "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, holds other "
@@ -75,7 +75,7 @@ RULES = [
             "measure": conditions.gap_from_the_start,
             "applies": lambda window: not window.rounds_more,
         },
-        {"name": "k3_high", "limit": 0.03, "far": 10.0, "ends": True},
+        {"name": "k3_high", "limit": 0.03, "far": 10.0, "foretells_collapse": True},
         {"name": "k3_uncorrected", "limit": 0.015, "patience": 5},
         {
             "name": "k3_corrected",
@@ -96,7 +96,7 @@ RULES = [
         "unlearning",
         key="kl_advantage_positive",
         limit=0.02,
-        ends=True,
+        foretells_collapse=True,
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
         why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
@@ -125,7 +125,7 @@ RULES = [
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
-        ends=True,
+        foretells_collapse=True,
         seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
         advice="{closer} {correct} Do not widen `rollout_rs_threshold`; you can wait while accuracy on held-out prompts "
         "still rises.",

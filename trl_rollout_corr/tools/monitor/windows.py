@@ -11,7 +11,6 @@ from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
 from .advice import clips_by_trl, known_age, samples_with_8_bits
-from .reward import Reward
 
 
 # Types of a key-value cache that round no more than the model does
@@ -29,7 +28,7 @@ def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
 
 class Course:
     """
-    The history of a run: its beginning, the reward, and the `spacing` of the latest window in
+    The history of a run: its beginning, and the `spacing` of the latest window in
     optimizer steps. It is `settled` if the sampler was at its full staleness when the latest window
     began: no completion in it is older than earlier ones, and as many steps as their age went by.
     """
@@ -56,7 +55,7 @@ class Course:
         Forget the latest windows, because the next ones begin at this optimizer step. The beginning
         is kept.
         """
-        self._step, self.reward = step, Reward()
+        self._step = step
         self._rewarded = deque[float](maxlen=self.LATEST)
         self._excess = deque[float](maxlen=self.LASTING)
 
@@ -79,8 +78,6 @@ class Course:
             self._scored_again.append(fresh)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
-        if (mean_reward := window.get("reward_mean")) is not None:
-            self.reward.add(mean_reward)
 
     @property
     def oldest(self) -> float:
