@@ -92,7 +92,7 @@ def test_the_table_of_fields_is_that_of_the_configurations():
         RolloutCorrectedRLOOConfig,
     )
 
-    section = (ROOT / "docs/setups.md").read_text().split("### Fields of each trainer\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/processes.md").read_text().split("### Fields of each trainer\n")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert len(rows) > 2
     for names, *known in rows:

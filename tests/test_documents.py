@@ -69,35 +69,35 @@ def test_words_find_their_section_first(capsys):
     assert text.startswith("docs alarms#k3_uncorrected\n\n### `k3_uncorrected`\n\n> ")
     assert "docs alarms#all-alarms\n    " in text
     assert main(["docs", "8-bit", "samplers"]) == 0
-    assert capsys.readouterr().out.startswith("docs quantised#8-bit-samplers\n")
+    assert capsys.readouterr().out.startswith("docs models#8-bit-samplers\n")
 
 
 @pytest.mark.parametrize(
     ("typed", "section"),
     [
         ("wandb", "metrics#names-in-dashboards-and-trackers"),
-        ("multi-turn", "setups#agents"),
-        ("resume", "setups#resuming"),
+        ("multi-turn", "asynchronous#agents"),
+        ("resume", "processes#resuming"),
         ("8k", "trl#long-completions"),
-        ("qlora", "setups#qlora-and-4-bit-bases"),
-        ("liger", "setups#liger"),
+        ("qlora", "models#qlora-and-4-bit-bases"),
+        ("liger", "processes#liger"),
         ("oom", "debugging#out-of-memory"),
         ("W&B", "metrics#names-in-dashboards-and-trackers"),
         ("repeat", "alarms#alarms"),
         ("8192", "trl#long-completions"),
-        ("upgrade", "setups#releases"),
-        ("fp8", "quantised#8-bit-samplers"),
-        ("moe", "setups#a-large-mixture-of-experts"),
+        ("upgrade", "processes#releases"),
+        ("fp8", "models#8-bit-samplers"),
+        ("moe", "models#a-large-mixture-of-experts"),
         ("nan", "alarms#nonfinite_many"),
         ("collapse", "debugging#the-reward-falls"),
         ("staleness", "alarms#staleness"),
-        ("multi-node", "setups#several-machines"),
+        ("multi-node", "processes#several-machines"),
         ("ESS", "alarms#effective_sample_size"),
         ("rollout_is_eff_sample_size", "alarms#effective_sample_size"),
         ("rloo", "choosing#special-cases"),
-        ("max_staleness", "setups#asynchronous"),
-        ("async", "setups#asynchronous"),
-        ("lora", "setups#adapters"),
+        ("max_staleness", "asynchronous#asynchronous"),
+        ("async", "asynchronous#asynchronous"),
+        ("lora", "models#adapters"),
     ],
 )
 def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typed, section):
@@ -109,7 +109,7 @@ def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typ
 
 def test_a_word_is_sought_at_the_beginning_of_words():
     assert "docs alarms#staleness\n" not in document("ess")  # "ess" is in "staleness"
-    assert document("max_staleness").startswith("docs setups#asynchronous\n")
+    assert document("max_staleness").startswith("docs asynchronous#asynchronous\n")
     assert "docs alarms#effective_sample_size\n" in document("ective_sample_s")  # no word begins like this
 
 

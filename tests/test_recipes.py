@@ -335,7 +335,7 @@ def test_examples_are_launched_and_end_well(recipe, tiny_model_path, questions, 
 @pytest.mark.vllm
 def test_two_processes_on_a_cpu(tiny_model_path, questions, tmp_path):
     """Each process writes a dump of its own."""
-    (command,) = re.findall(r"^(torchrun .*)$", (ROOT / "docs/setups.md").read_text(), re.MULTILINE)
+    (command,) = re.findall(r"^(torchrun .*)$", (ROOT / "docs/processes.md").read_text(), re.MULTILINE)
     words = [str(Path(sys.executable).with_name("torchrun")), "--master_port", str(free_port()), *command.split()[1:]]
     options = [*small(tiny_model_path, questions, tmp_path), "--vllm_max_model_length", "256"]
     process = run(*words, *options, "--rollout_dump_dir", str(tmp_path / "dump"), **UNCOMPILED)
@@ -406,7 +406,7 @@ def test_the_reward_reads_the_answer(monkeypatch, text, number):
 def test_the_command_for_several_machines_can_be_read(monkeypatch):
     """The launcher and the script take each option of the command, also for a server."""
     monkeypatch.chdir(ROOT)
-    section = (ROOT / "docs/setups.md").read_text().split("\n### Several machines\n")[1].split("\n### ")[0]
+    section = (ROOT / "docs/processes.md").read_text().split("\n### Several machines\n")[1].split("\n## ")[0]
     (command,) = re.findall(r"```bash\n(accelerate launch .*?)```", section, re.DOTALL)
     (server,) = re.findall(r"`(--vllm_mode server .*?)`", section)
     launched = launch_command_parser().parse_args(shlex.split(command.replace("\\\n", " "))[2:])

@@ -1,5 +1,5 @@
 """
-Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs setups#axolotl`
+Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs processes#axolotl`
 shows how to use it.
 
 In Axolotl's YAML:

@@ -12,7 +12,7 @@ from ...settings.resolve import Settings
 # The preset to set for a gap, by mode. None needs bounds fitted to the run, and in bypass mode none
 # needs the old policy. `bypass_ppo_clip` kept the gain of fresh weights in fewest settings (`docs/choosing.md`)
 ADVISED = {"decoupled": "auto", "ppo_clip": "bypass_dppo_tv", "reinforce": "bypass_dppo_tv"}
-# The preset for GRPO with weights of 8 bits, whatever the mode (`docs/quantised.md`)
+# The preset for GRPO with weights of 8 bits, whatever the mode (`docs/models.md`)
 _ADVISED_FOR_8_BITS = "bypass_dppo_tv"
 # Age in optimizer steps from which weights count as stale. Younger ones count as fresh. Only an
 # earlier comparison, whose runs are gone, had an age of 2
