@@ -29,7 +29,7 @@ SPARSE = 33  # pushes between looks, at most; odd, as a fault of every second pu
 SURE = 3  # looks, after which a few completions are enough
 FEW = 2  # of these completions, unless they are further apart than usual or there are more replicas
 USUAL, SAME = 3.0, 1e-5  # times the smallest of the first gaps; nats per token: a gap below is rounding
-SEE = "See `trl-rollout-corr docs causes#two-numbers-of-each-push`."
+SEE = "See `trl-rollout-corr docs metrics#two-numbers-of-each-push`."
 T = TypeVar("T")
 
 

@@ -159,7 +159,7 @@ RULES = [
         "whenever they are pushed. The gap of the kernels may also grow with the policy, over many pushes. A jump "
         "means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several.",
         advice="If `age_k3_kl` was about as large before, look at the push: `trl-rollout-corr docs "
-        "causes#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type.",
+        "metrics#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type.",
         patience=1,
         measure=conditions.fresh_growth,
         confirmed=conditions.stands_still_or_far_apart,
