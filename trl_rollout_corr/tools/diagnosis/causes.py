@@ -239,9 +239,9 @@ CAUSES: dict[str, Cause] = {
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
-        "A few tokens show a log-ratio of several nats, and the others almost none. Replay the sampler's experts in the "
-        "trainer (colocate mode). Reject single tokens, not completions: one such token would decide the weight of its "
-        "completion.",
+        "A few tokens show a log-ratio of several nats, and the others almost none. Correct single tokens, not completions: "
+        "one such token would decide the weight of its completion. With vLLM in the training process and without tensor "
+        "parallelism, the trainer can also replay the sampler's experts; with a server it is refused.",
         {"rollout_routing": "replay"},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on both sides "
         "make them fewer.",
