@@ -18,8 +18,9 @@ import trl_rollout_corr
 from benchmarks.tables import grid, markdown
 from trl_rollout_corr.messages import capitalized
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
-from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.presets import DEFAULT, UNSET, settings_of
+from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
+from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, settings_of
+from trl_rollout_corr.settings.thresholds import is_by_sign
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
 from trl_rollout_corr.tools.diagnosis.text import OF_TRL
@@ -222,6 +223,33 @@ def fields(table: str) -> str:
     return completed(table, cells)
 
 
+def presets(table: str) -> str:
+    return completed(table, _of_preset, PRESETS)
+
+
+def _of_preset(name: str) -> dict[str, str]:
+    settings = RolloutCorrectionConfig(rollout_correction=name).settings
+    rejection = ", ".join(map(_rule, settings.criteria, settings.rollout_rs_threshold or []))
+    bound = settings.rollout_is_threshold
+    pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
+    bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"
+    return {
+        "preset": f"`{name}`",
+        "weights": settings.rollout_is or "-",
+        "bound": bound if settings.rollout_is else "-",
+        "rejection": rejection or "-",
+        "mode": f"bypass, {settings.rollout_loss_type}" if settings.bypass_mode else "decoupled",
+    }
+
+
+def _rule(criterion: Criterion, bounds: float | list[float]) -> str:
+    """A criterion and its bounds."""
+    if criterion.directed:
+        return f"`{criterion.name}` within -{bounds[0]:g}, {bounds[1]:g}"
+    bounds = f"in [{bounds[0]:g}, {bounds[1]:g}]" if isinstance(bounds, list) else f"up to {bounds:g}"
+    return f"`{criterion.name}` {bounds}"
+
+
 def criteria(table: str) -> str:
     def cells(number: str) -> dict[str, str]:
         found = [name for name in CRITERIA if re.fullmatch(rf"[a-z]+(_(sum|mean|max))?_{number}", name)]
@@ -254,7 +282,7 @@ def made(page: str) -> str:
     parts = {
         it.__name__: it
         for it in (
-            alarms, alarm_record, gaps_by_age, alarm_sections, cause_sections, metrics, fields, criteria, names, dump,
+            alarms, alarm_record, gaps_by_age, alarm_sections, cause_sections, metrics, fields, presets, criteria, names, dump,
         )
     }  # fmt: skip
     return re.sub(

@@ -15,9 +15,7 @@ from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
 from trl_rollout_corr.correction.groups import add_up_groups
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
-from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.settings.thresholds import is_by_sign
+from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.arrival.push_checks import Unmoved
 from trl_rollout_corr.tools.arrival.rescore import Rescored
@@ -160,32 +158,6 @@ def test_names_in_trackers_are_those_of_transformers():
     assert {*rewrite_logs(dict.fromkeys(logged, 0.0))} == {*shown}
     (key,) = re.findall(r"search for `(\S+)`", section)
     assert key == shown[0]
-
-
-def rule(criterion: Criterion, bounds: float | list[float]) -> str:
-    """A criterion and its bounds as in the table of presets."""
-    if criterion.directed:
-        return f"`{criterion.name}` within -{bounds[0]:g}, {bounds[1]:g}"
-    bounds = f"in [{bounds[0]:g}, {bounds[1]:g}]" if isinstance(bounds, list) else f"up to {bounds:g}"
-    return f"`{criterion.name}` {bounds}"
-
-
-def presets_table() -> str:
-    lines = ["| preset | weights | bound | rejection | mode |", "| --- | --- | --- | --- | --- |"]
-    for name in PRESETS:
-        config = RolloutCorrectionConfig(rollout_correction=name).settings
-        rejection = ", ".join(map(rule, config.criteria, config.rollout_rs_threshold or []))
-        bound = config.rollout_is_threshold
-        pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
-        bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"
-        weights = (config.rollout_is, bound) if config.rollout_is else ("-", "-")
-        mode = f"bypass, {config.rollout_loss_type}" if config.bypass_mode else "decoupled"
-        lines.append(f"| `{name}` | {weights[0]} | {weights[1]} | {rejection or '-'} | {mode} |")
-    return "\n".join(lines)
-
-
-def test_the_table_of_presets_is_that_of_the_code():
-    assert presets_table() in (ROOT / "docs/presets.md").read_text(), presets_table()
 
 
 def test_the_examples_of_auto_are_what_it_computes():

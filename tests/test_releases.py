@@ -23,7 +23,9 @@ def test_documents_name_the_releases_of_the_table():
     assert window in (ROOT / "README.md").read_text()
     for readme in ("README.md", "README.zh-CN.md"):
         assert f"![TRL {OLDEST} to {NEWEST_TESTED}]" in (ROOT / readme).read_text()
-    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \| ([\d.]+)", (ROOT / "benchmarks/RELEASES.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+\.\d+)\.\d+ \| ([\d.]+)", (ROOT / "benchmarks/RELEASES.md").read_text(), flags=re.MULTILINE
+    )
     assert set(TESTED_VLLM.items()) <= set(rows)
 
 
