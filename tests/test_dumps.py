@@ -390,7 +390,7 @@ def test_a_training_after_an_interrupted_step_begins_with_nothing(make, tmp_path
 @pytest.mark.parametrize("left", ["rows", "a log", "nothing but its claim"])
 def test_whatever_another_run_left_is_not_written_over(left, make, tmp_path):
     dump = tmp_path / "dump"
-    for name, text in (("dump-list", "[1]"), ("dump-null", "null"), ("dump-deep", "[" * 100_000)):  # of another tool
+    for name, text in (("dump-list", "[1]"), ("dump-null", "null"), ("dump-cut", "{")):  # of another tool
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
     if left == "rows":
@@ -724,32 +724,23 @@ def line(text: str):
 
 
 NOTHING_IS_WRONG = ""
-DEEP = "[" * 100_000
-STRANGE = "step-00000009-rank-00000.parquet"
 DAMAGE = {
     "metadata that is no object": (metadata("settings", "[1]"), "`settings` is not a JSON object"),
-    "metadata of brackets": (metadata("about", DEEP), "its brackets are nested too deeply"),
+    "metadata that is no JSON": (metadata("about", "["), "`about` is not JSON"),
     "metadata of another kind": (metadata("about", '{"model": {"a": 1}, "kv_cache_dtype": [1]}'), NOTHING_IS_WRONG),
     "no mask": (column("mask", None), "lacks the column `mask`"),
     "too few texts": (column("tokens", lambda tokens: tokens[:-1]), "lists of different lengths, `mask` and `tokens`"),
     "no step": (column("step", lambda step: None), "a row lacks `step`"),
     "an infinite step": (line('{"step": 1e400, "rollout_corr/k3_kl": 1}'), NOTHING_IS_WRONG),
     "a step that is not a number": (line('{"step": NaN, "rollout_corr/k3_kl": 1}'), NOTHING_IS_WRONG),
-    "an integer of 400 digits": (line('{"step": 4, "rollout_corr/k3_kl": 1' + 400 * "0" + "}"), NOTHING_IS_WRONG),
     "metrics of other types": (line('{"step": 4, "rollout_corr/k3_kl": [1], "reward": {}}'), NOTHING_IS_WRONG),
-    "brackets in the log": (line(DEEP), NOTHING_IS_WRONG),
-    "a pipe": (lambda folder: os.mkfifo(folder / STRANGE), "is a pipe, a folder or a broken link"),
-    "a link to itself": (
-        lambda folder: (folder / STRANGE).symlink_to(STRANGE),
-        "is a pipe, a folder or a broken link",
-    ),
-    "a pipe in place of the claim": (lambda folder: os.mkfifo(folder / "run.json"), NOTHING_IS_WRONG),
+    "a line that was cut short": (line('{"step": 4, "rollout_corr/k3'), NOTHING_IS_WRONG),
     "a claim of another tool": (lambda folder: (folder / "run.json").write_text("[1]"), NOTHING_IS_WRONG),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_what_is_damaged_or_hostile_is_one_line(change, message, tmp_path, capsys):
+def test_what_is_damaged_is_one_line(change, message, tmp_path, capsys):
     folder = make_dump(tmp_path / "dump", steps=2, rows=16, length=20)
     change(folder)
     for command in (["diagnose"], ["compare"], ["report", "-o", str(tmp_path / "report.html")]):
@@ -762,23 +753,13 @@ def test_what_is_damaged_or_hostile_is_one_line(change, message, tmp_path, capsy
         assert "unexpected" not in said
 
 
-@pytest.mark.parametrize("history", [DEEP, '[{"step": 1e400, "rollout_corr/k3_kl": 1}]', "null", "[[1]]"])
+@pytest.mark.parametrize("history", ['[{"step": 1e400, "rollout_corr/k3_kl": 1}]', "null", "[[1]]"])
 def test_a_strange_state_of_a_trainer_is_one_line(history, tmp_path, capsys):
     (tmp_path / "trainer_state.json").write_text(f'{{"log_history": {history}}}')
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}: trainer_state.json ")
     assert (said.count("\n"), "unexpected" in said) == (1, False)
-
-
-def test_brackets_without_end_are_not_yaml(tmp_path, capsys):
-    (tmp_path / "deep.yaml").write_text(DEEP)
-    folder = make_dump(tmp_path / "dump", steps=1, rows=8, length=12)
-    for command in (["convert"], ["check"], ["compare", str(folder), "--config"]):
-        assert main([*command, str(tmp_path / "deep.yaml")]) == 2
-        said = capsys.readouterr().err
-        assert "its brackets are nested too deeply" in said
-        assert "unexpected" not in said
 
 
 # Large dumps ------------------------------------------------------------------------------------------------------------

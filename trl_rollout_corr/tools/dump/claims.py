@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from .folder import files_of, read_json, read_logs
+from .folder import files_of, read_logs
 
 
 CLAIM = "run.json"
@@ -74,7 +74,7 @@ def owner(folder: Path) -> Mapping[str, str]:
     """
     path = folder / CLAIM
     try:
-        written = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):  # a run may be starting at this moment
         return {}
     return (

@@ -24,7 +24,6 @@ from .columns import FORMAT, SCHEMA, VERSION
 
 LOGS = "logs.jsonl"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
-_LAST_STEP = 2**53  # integers from here on are not exact as floats
 _GROUP = 64  # rows of a row group: the unit that a reader can skip
 
 
@@ -102,19 +101,8 @@ def files_of(folder: Path) -> list[Path]:
     """
     Complete files of a dump in order of steps, without pipes and broken links with such a name.
     """
-    return [path for path in _named(folder) if path.is_file()]
-
-
-def unusable_files(folder: Path) -> list[Path]:
-    """
-    Paths named like a file of a dump that are no files, such as a pipe that may never be written
-    to.
-    """
-    return [path for path in _named(folder) if not path.is_file()]
-
-
-def _named(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
+    named = sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
+    return [path for path in named if path.is_file()]
 
 
 def read_logs(path: Path) -> list[dict[str, Any]]:
@@ -122,39 +110,17 @@ def read_logs(path: Path) -> list[dict[str, Any]]:
     logs, entries = path / LOGS, []
     for line in logs.read_text(encoding="utf-8", errors="replace").splitlines() if logs.is_file() else ():
         with suppress(ValueError):
-            entries.append(read_json(line))
+            entries.append(json.loads(line))
     return log_entries(entries)
 
 
-def read_json(text: str) -> Any:
-    """Content of JSON text. Raises a `ValueError` of one line if it cannot be read."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its brackets are nested too deeply") from None
-
-
 def log_entries(entries: Iterable[object]) -> list[dict[str, Any]]:
-    """
-    Entries of a log that give a step, with numbers that fit a float: an integer of 400 digits
-    becomes infinite.
-    """
-    found = []
-    for entry in entries:
-        if isinstance(entry, dict) and _is_step(entry.get("step")):
-            found.append({str(key): _as_float(value) if type(value) is int else value for key, value in entry.items()})
-    return found
+    """Entries of a log that give a step."""
+    return [entry for entry in entries if isinstance(entry, dict) and _is_step(entry.get("step"))]
 
 
 def _is_step(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < _LAST_STEP  # type: ignore[operator]
-
-
-def _as_float(value: int) -> int | float:
-    """The integer if a float can hold it, else infinity."""
-    if abs(value) < _LAST_STEP:
-        return value
-    return math.inf if value > 0 else -math.inf
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _step(path: Path) -> int:

@@ -1,5 +1,6 @@
 """The reader of a dump: [`open_dump`] returns what a command needs of its files."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from ...messages import PREFIX
 from ..monitor.advice import known_age
 from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
-from .folder import files_of, read_json, read_logs, unusable_files
+from .folder import files_of, read_logs
 from .sample import MOST_TOKENS, Rows, choose_rows
 from .sequences import Sequences
 
@@ -109,10 +110,6 @@ def _look_at(path: Path, damage: list[str]) -> list[_File]:
     if not path.is_dir() and not path.is_file():
         raise ValueError("this is neither a file nor a folder")
     paths = files_of(path) if path.is_dir() else [path]
-    if path.is_dir():
-        damage += [
-            f"{file.name} is a pipe, a folder or a broken link. It is left out" for file in unusable_files(path)
-        ]
     if not paths:
         raise ValueError(
             "this folder does not contain a dump. Name the folder of `rollout_dump_dir`, which contains files step-*.parquet"
@@ -195,7 +192,7 @@ def _size(group: pq.RowGroupMetaData) -> tuple[int, int]:
 def _object(path: Path, metadata: Mapping[bytes, bytes], key: str) -> dict[str, Any]:
     """A JSON object in the metadata of a file."""
     try:
-        content = read_json(metadata.get(key.encode(), b"{}").decode())
+        content = json.loads(metadata.get(key.encode(), b"{}").decode())
     except ValueError as error:
         raise ValueError(f"{path.name} contains damaged metadata, `{key}` is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -1,12 +1,13 @@
 """The states that a trainer of Transformers saves for a run and its checkpoints, with their log."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..monitor.stock import is_stock_window
 from ..monitor.windows import is_training_window
-from .folder import log_entries, read_json
+from .folder import log_entries
 
 
 STATE = "trainer_state.json"
@@ -39,7 +40,7 @@ def first_readable(paths: list[Path], damage: list[str], *, needed: bool) -> lis
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        state = read_json(path.read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged or not JSON: {error}") from None
     entries = state.get("log_history") if isinstance(state, dict) else None
