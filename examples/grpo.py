@@ -1,7 +1,7 @@
 """
 GRPO with rollout correction, on questions whose answer is a number.
 
-    accelerate launch --config_file recipes/accelerate/ddp.yaml examples/grpo.py --config recipes/grpo/trl.yaml
+    accelerate launch --config_file recipes/accelerate/ddp.yaml examples/grpo.py --config recipes/grpo/auto.yaml
 
 Any recipe of recipes/grpo, any model and dataset: options on the command line override the recipe. Without `--dataset_name`
 the questions are GSM8K's.

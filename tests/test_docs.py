@@ -295,7 +295,6 @@ def healthy_claims(document: str) -> dict[str, list[str]]:
     ("document", "keys"),
     {
         "docs/metrics.md": {key for key in HEALTHY if "/" not in key},  # without TRL's own
-        "README.md": {"k3_kl", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction", "effective_lr"},
     }.items(),
 )
 def test_healthy_bands_are_those_of_the_code(document, keys):
@@ -335,14 +334,6 @@ def test_the_glossary_calls_weights_stale_from_the_age_of_the_code():
 
     number = ("zero", "one", "two", "three", "four")[STALE]
     assert f"| stale, old | **{number} or more optimizer steps old**" in (ROOT / "docs/glossary.md").read_text()
-
-
-@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
-def test_the_recipe_in_the_readme_is_that_of_the_file(readme):
-    import yaml
-
-    (shown,) = blocks(readme, "yaml")
-    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/grpo/trl.yaml").read_text())
 
 
 TUTORIAL = ROOT / "benchmarks/tutorial"

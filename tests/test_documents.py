@@ -94,7 +94,7 @@ def test_words_find_their_section_first(capsys):
         ("multi-node", "processes#several-machines"),
         ("ESS", "alarms#effective_sample_size"),
         ("rollout_is_eff_sample_size", "alarms#effective_sample_size"),
-        ("rloo", "choosing#special-cases"),
+        ("rloo", "choosing#choosing-a-correction"),
         ("max_staleness", "asynchronous#asynchronous"),
         ("async", "asynchronous#asynchronous"),
         ("lora", "models#adapters"),

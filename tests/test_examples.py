@@ -248,10 +248,11 @@ def test_make_installs_what_the_pretrained_model_of_the_quickstart_needs():
 
 
 @pytest.mark.vllm
-def test_the_program_in_the_readme_trains_and_can_be_started_twice(
+def test_the_program_in_the_tutorial_trains_and_can_be_started_twice(
     tiny_model_path, shared_engine, tmp_path, monkeypatch
 ):
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    tutorial = (ROOT / "docs/tutorial.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for written, small in (
         ("Qwen/Qwen2.5-0.5B-Instruct", tiny_model_path),
@@ -267,4 +268,4 @@ def test_the_program_in_the_readme_trains_and_can_be_started_twice(
         assert isinstance(names["trainer"], TRAINERS["grpo"][0])
         assert any("rollout_corr/k3_kl" in entry for entry in names["trainer"].state.log_history)
         assert list((tmp_path / dump).glob("step-*.parquet"))
-        assert dump in (ROOT / "README.md").read_text()
+        assert dump in tutorial

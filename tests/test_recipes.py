@@ -18,7 +18,6 @@ from accelerate.commands.launch import launch_command_parser
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from tests.launching import ACCELERATE, ROOT, UNCOMPILED, free_port, run
-from tests.test_docs import answers
 from tests.tiny import with_tools
 from tests.training import TRAINERS, assert_in_step
 from trl_rollout_corr import RolloutCorrectionConfig
@@ -35,20 +34,8 @@ OWN = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
 ALWAYS_WRITTEN = {"rollout_correction", "output_dir", "model_name_or_path", "use_vllm", "logging_steps"}
 
 
-# About something else than the correction, with fresh weights: the row of the table in `docs/choosing.md` that they follow
-SHORT, LONG = "fresh bf16, short completions", "fresh bf16, long completions"
-FRESH = {
-    "grpo/cpu.yaml": SHORT,
-    "grpo/trl.yaml": SHORT,
-    "grpo/lora.yaml": LONG,
-    "grpo/server.yaml": LONG,
-    "grpo/agent.yaml": LONG,
-    "grpo/fp32_head.yaml": LONG,
-    "grpo/fp16.yaml": "fresh, float32 or float16 on both sides",
-    "grpo/fp8.yaml": "fp8 weights, fresh",
-    "rloo/trl.yaml": "rloo, fresh",
-    "async_grpo/trl.yaml": "asynchronous, fresh",
-}
+# They keep TRL's loss, or correct nothing
+MEASURES = {"grpo/cpu.yaml", "grpo/trl.yaml", "grpo/fp16.yaml", "rloo/trl.yaml", "async_grpo/trl.yaml"}
 
 
 def text(recipe: str) -> str:
@@ -85,26 +72,19 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
         _, args, model_args = parse(recipe, *on_a_cpu(tmp_path))
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
     assert said == []
-    assert args.settings.corrects or recipe in FRESH
+    assert args.settings.corrects == (recipe not in MEASURES) or args.settings.by_trl
     assert "/" in model_args.model_name_or_path
     assert recipe in ASYNCHRONOUS or args.use_vllm  # the former have no other sampler
     assert args.output_dir == str(tmp_path)
     assert settings(recipe)["output_dir"] == f"outputs/{recipe.replace('/', '_').removesuffix('.yaml')}"
 
 
-@pytest.mark.parametrize("recipe", FRESH)
-def test_recipes_with_fresh_weights_take_the_answer_of_the_table(recipe):
-    given = {settings(recipe).get(field) for field in ("rollout_correction", "vllm_importance_sampling_mode")}
-    assert given - {None} == answers()[FRESH[recipe]]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_for_stale_weights_says_so(recipe, tmp_path):
-    """With fresh weights these are no answer of the table: `auto`, and what compares with vLLM at each step."""
+    """What compares with vLLM at each step, without knowing what rounding explains, is for stale weights."""
     _, args, _ = parse(recipe, *on_a_cpu(tmp_path))
-    for_stale = args.settings.rollout_correction == "auto" or args.settings.bypass_mode
     header = text(recipe).split("output_dir:")[0]
-    assert ("# It is for stale weights" in header) == (for_stale and args.settings.changes_loss)
+    assert ("# It is for stale weights" in header) == (args.settings.bypass_mode and args.settings.changes_loss)
 
 
 def test_no_two_recipes_are_the_same():
@@ -416,7 +396,7 @@ def test_the_command_for_several_machines_can_be_read(monkeypatch):
         parser = TrlParser((ScriptArguments, TRAINERS["grpo"][1], ModelConfig))
         arguments = [*launched.training_script_args, *more, "--use_cpu", "true", "--bf16", "false"]
         _, config, model = parser.parse_args_and_config(arguments)
-        assert config.rollout_correction == "trl"
+        assert config.rollout_correction == "auto"
         assert model.model_name_or_path in section
         each = config.per_device_train_batch_size * config.gradient_accumulation_steps
         assert f"so {each * launched.num_processes} completions" in section
