@@ -115,6 +115,7 @@ def compute_rollout_correction(
     *,
     advantages: torch.Tensor | None = None,
     turn_ids: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RolloutCorrection:
     """
@@ -138,6 +139,10 @@ def compute_rollout_correction(
         turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, for weights and criteria per turn: numbers of 0 or more that never
             decrease. By default a turn is a run of tokens of the mask.
+        rounding (`torch.Tensor` of shape `(2,)`, *optional*):
+            What rounding alone does to a probability, and to a log-ratio in nats, see
+            [`~trl_rollout_corr.correction.rounding.Rounding`]. It is read with
+            `rollout_allow_rounding` only.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
             Sums a tensor over all ranks. It is called once, with a tensor of shape `(4,)`, and only
             if `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By
@@ -165,6 +170,7 @@ def compute_rollout_correction(
     settings = config if isinstance(config, Settings) else config.settings
     _check_shapes(train_logps, rollout_logps, mask, turn_ids)
     direction = _direction(advantages, mask, settings)
+    rounding = rounding if settings.rollout_allow_rounding else None
     blocks = (
         _correct_rows(
             _tokens(
@@ -176,6 +182,7 @@ def compute_rollout_correction(
             ),
             settings,
             None if direction is None else direction[rows],
+            rounding,
         )
         for rows in row_blocks(mask)
     )
@@ -262,14 +269,17 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Se
     raise ValueError(f"{needs} of shape {' or '.join(str(tuple(shape)) for shape in (one, *allowed[2:]))}, got {got}.")
 
 
-def _correct_rows(tokens: Tokens, settings: Settings, direction: torch.Tensor | None) -> RolloutCorrection:
+def _correct_rows(
+    tokens: Tokens, settings: Settings, direction: torch.Tensor | None, rounding: torch.Tensor | None
+) -> RolloutCorrection:
     """Correction of some rows, before batch normalisation."""
-    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
+    of_probability, of_log_ratio = (None, None) if rounding is None else rounding
+    rejections = [(criterion, reject(tokens, criterion, direction, of_probability)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
     weights = weighed = None
     if (bounding := settings.bounding) is not None:
         ratio = importance_ratio(tokens, level=bounding.level)
-        lower, upper = bounds_by_sign(bounding, direction, ratio.dtype)
+        lower, upper = bounds_by_sign(bounding, direction, ratio.dtype, of_log_ratio)
         counts = counting(tokens, bounding.unit)
         bounded = bound_weights(ratio, counts, lower=lower, upper=upper, clamp=bounding.clamps)
         weighed = Weights(bounding, lower, upper, ratio, bounded)

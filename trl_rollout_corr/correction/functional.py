@@ -187,22 +187,29 @@ def counting(tokens: Tokens, unit: str) -> torch.Tensor:
 
 
 def bounds_by_sign(
-    bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype
+    bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype, rounding: torch.Tensor | None = None
 ) -> tuple[Bound | None, Bound]:
     """
     Lower and upper bound of the importance weights. Bounds that depend on the advantage take the
-    shape of its sign `direction`, `(B, 1)` or `(B, T)`.
+    shape of its sign `direction`, `(B, 1)` or `(B, T)`. Those of positive advantages are widened to
+    what `rounding`, the size in nats of log-ratios at equal weights, explains, but not beyond those
+    of negative ones.
     """
     if bounding.positive is None or bounding.lower is None:
         return bounding.lower, bounding.upper
     assert direction is not None  # `compute_rollout_correction` has refused missing advantages
     good = direction > 0
 
-    def chosen(negative: float, positive: float) -> torch.Tensor:
+    def chosen(negative: float, positive: float, sign: int) -> torch.Tensor:
         at, other = (direction.new_full((), bound, dtype=dtype) for bound in (positive, negative))
+        if rounding is not None:
+            wider = at * (sign * rounding).exp().to(dtype)
+            at = torch.minimum(wider, torch.maximum(at, other)) if sign > 0 else torch.maximum(
+                wider, torch.minimum(at, other)
+            )
         return torch.where(good, at, other)
 
-    return chosen(bounding.lower, bounding.positive[0]), chosen(bounding.upper, bounding.positive[1])
+    return chosen(bounding.lower, bounding.positive[0], -1), chosen(bounding.upper, bounding.positive[1], 1)
 
 
 def bound_weights(
@@ -279,13 +286,19 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     return torch.maximum(from_sampler, log_p.exp() * d - torch.expm1(log_p) * of_others)
 
 
-def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
+def reject(
+    tokens: Tokens,
+    criterion: Criterion,
+    direction: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
+) -> Rejection:
     """
     Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the
-    advantage, for a rule that depends on it.
+    advantage, for a rule that depends on it. `rounding`, of shape `()`, is what rounding alone does
+    to a probability: bounds on the move of a probability begin beyond it.
     """
     if criterion.divergence in OF_PROBABILITIES and criterion.scope == "token":
-        return _reject_by_probability(tokens, criterion, direction)
+        return _reject_by_probability(tokens, criterion, direction, rounding)
     if criterion.divergence in OF_PROBABILITIES:
         # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total
         # variation
@@ -303,9 +316,16 @@ def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None 
     return Rejection(statistic, high, low)
 
 
-def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None) -> Rejection:
+def _reject_by_probability(
+    tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None, rounding: torch.Tensor | None
+) -> Rejection:
     statistic = probability_divergence(tokens, criterion.divergence).mul_(tokens.valid)
-    high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
+    lower: Bound = criterion.lower
+    upper: Bound = criterion.upper
+    if rounding is not None and criterion.divergence == "tv":
+        upper, lower = (statistic.new_full((), bound) for bound in (upper, lower))
+        upper, lower = upper + rounding.to(upper.dtype), lower - rounding.to(lower.dtype)
+    high, low = above(statistic, upper).mul_(tokens.valid), below(statistic, lower)
     if criterion.directed:
         assert direction is not None  # `compute_rollout_correction` has refused missing advantages
         high, low = high * above(direction, 0.0), low * below(direction, 0.0)

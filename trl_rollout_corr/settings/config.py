@@ -55,6 +55,10 @@ class RolloutCorrectionConfig:
             bound for negative and one for positive advantages; else an upper bound.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks.
+        rollout_allow_rounding (`bool`, *optional*):
+            Widen the bounds that depend on the sign of the advantage by what rounding alone does, measured on
+            completions that the newest weights sampled: the bounds of `token_tv`, and the weights of positive
+            advantages.
         rollout_rs_exclude_from_baseline (`bool`, *optional*, defaults to `False`):
             Leave completions that are rejected as a whole out of the baseline of their group.
         bypass_mode (`bool`, *optional*):
@@ -106,6 +110,7 @@ class RolloutCorrectionConfig:
     rollout_rs: list[CriterionName] | str | None = field(default="preset", metadata=_SEVERAL)
     rollout_rs_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
     rollout_rs_renormalize: bool = False
+    rollout_allow_rounding: Truth | None = field(default=None, metadata=_FLAG)
     rollout_rs_exclude_from_baseline: bool = False
     bypass_mode: Truth | None = field(default=None, metadata=_FLAG)
     rollout_loss_type: LossType | None = None
@@ -260,6 +265,8 @@ def _idle(settings: Settings) -> dict[str, str]:
             "rollout_rs_renormalize",
             "rollout_rs_exclude_from_baseline",
         )
+    if settings.rollout_allow_rounding and not settings.measures_rounding:
+        idle("no bound depends on the sign of the advantage", "rollout_allow_rounding")
     if not settings.bypass_mode:
         idle("`bypass_mode` is False, and the loss is TRL's `loss_type`", "rollout_loss_type")
     if settings.rollout_clip_ratio_c and not settings.clips_around_sampler:

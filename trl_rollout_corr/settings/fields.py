@@ -135,6 +135,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_rs": _criteria,
     "rollout_rs_threshold": partial(_unless_none, numbers_in),
     "rollout_rs_renormalize": partial(parse_truth, field="rollout_rs_renormalize"),
+    "rollout_allow_rounding": partial(_unless_none, partial(parse_truth, field="rollout_allow_rounding")),
     "rollout_rs_exclude_from_baseline": partial(parse_truth, field="rollout_rs_exclude_from_baseline"),
     "bypass_mode": partial(_unless_none, partial(parse_truth, field="bypass_mode")),
     "rollout_loss_type": partial(_choice, "rollout_loss_type", (*LOSS_TYPES, None)),

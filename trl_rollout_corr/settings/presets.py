@@ -95,6 +95,9 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
         # and their trainer probability is a thousand times lower.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
+        # A pull towards the sampler ends when the sampler catches up with the trainer. Towards its
+        # rounding it would never end, so what rounding explains is no reason to pull.
+        "rollout_allow_rounding": True,
     },
 }
 
@@ -112,6 +115,7 @@ _OFF: dict[str, Any] = {
     "rollout_is_clamp": False,
     "rollout_rs": None,
     "rollout_rs_threshold": None,
+    "rollout_allow_rounding": False,
     "bypass_mode": False,
     "rollout_loss_type": "ppo_clip",
 }

@@ -26,6 +26,7 @@ class Settings:
     rollout_rs: list[str] | None
     rollout_rs_threshold: Any  # one entry for each criterion; without criteria, what was given
     rollout_rs_renormalize: bool
+    rollout_allow_rounding: bool
     rollout_rs_exclude_from_baseline: bool
     bypass_mode: bool
     rollout_loss_type: str
@@ -122,6 +123,12 @@ class Settings:
     def uses_turns(self) -> bool:
         """`True` if weights or criteria act on turns."""
         return self.rollout_is == "turn" or any(criterion.unit == "turn" for criterion in self.criteria)
+
+    @property
+    def measures_rounding(self) -> bool:
+        """`True` if a bound depends on what rounding alone does."""
+        by_sign = self.bounding is not None and self.bounding.directed
+        return self.rollout_allow_rounding and (by_sign or any(c.directed and c.divergence == "tv" for c in self.criteria))
 
     @property
     def normalizes(self) -> bool:

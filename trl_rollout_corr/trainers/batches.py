@@ -18,6 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
+from ..correction.rounding import Rounding, RoundingInUse, measure_rounding
 from ..door import WATCHERS, tool
 from ..messages import SettingWarning, __version__, plain
 from ..settings.config import RolloutCorrectionConfig
@@ -87,6 +88,7 @@ class CorrectsBatches(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
+        self._rounding, self._rounding_step = Rounding(), -1
         for field in self._watched_fields:
             watcher = tool(field).of(self)
             if watcher is not None:
@@ -131,6 +133,8 @@ class CorrectsBatches(_Host):
     def _record(self, corrected: CorrectedBatch) -> None:
         """Add a corrected batch to the metrics, and show it to the watchers."""
         self._observer.corrected(self._now, corrected)
+        if self._settings.measures_rounding:
+            self._observer.add(self._now.mode, RoundingInUse.used(self._rounding.used(corrected.train_logps)))
         seen = corrected._replace(batch=dict(corrected.batch))  # a watcher may add a column for the next one
         for watcher in self._watchers:
             watcher.corrected(self._now, seen)
@@ -177,8 +181,41 @@ class CorrectsBatches(_Host):
             self._settings,
             advantages=batch["advantages"],
             turn_ids=batch.get(TURN_IDS),
-            sum_over_ranks=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
+            rounding=self._rounding.used(train_logps),
+            sum_over_ranks=self._sum_over_ranks,
         )
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor, added up over all ranks."""
+        summed: torch.Tensor = self.accelerator.reduce(tensor, reduction="sum")
+        return summed
+
+    def _measure_rounding(self, train_logps: torch.Tensor, batch: dict[str, Any], from_old: bool) -> None:
+        """
+        Count what rounding alone does in completions of equal weights. All ranks use what all of
+        them counted up to the optimizer step before, and in the first step what its first
+        micro-batch holds.
+        """
+        if not self._settings.measures_rounding or not self.model.training:
+            return
+        first = self._rounding.value is None
+        if self.state.global_step != self._rounding_step and not first:
+            self._rounding.settle(self._sum_over_ranks)
+        self._rounding_step = self.state.global_step
+        mask = self._loss_mask(batch)
+        fresh = self._sampled_with_equal_weights(batch, from_old)
+        counts = fresh if fresh is not None else mask.new_zeros(mask.shape[0], dtype=torch.bool)
+        self._rounding.add(measure_rounding(train_logps, batch[ROLLOUT_LOGPS], mask, counts))
+        if first:
+            self._rounding.settle(self._sum_over_ranks)
+
+    def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
+        """
+        Completions, `(B,)`, whose sampler announced the weights of the policy that is corrected
+        for, which is the old policy if `from_old`; `None` if nothing is known.
+        """
+        ages = self._ages(batch)
+        return None if ages is None else ages == 0
 
     def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Age of each completion, `(B,)` in optimizer steps or NaN; `None` if nothing is known."""
@@ -186,6 +223,7 @@ class CorrectsBatches(_Host):
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> CorrectedBatch:
         """Correct a batch for the gap between the sampler and the old or current policy."""
+        self._measure_rounding(train_logps, batch, from_old)
         correction = self._compute_correction(train_logps, batch)
         mask, ages = self._loss_mask(batch), self._ages(batch)
         return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)

@@ -79,6 +79,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
     # visits.
     _pass = ForwardPass()  # the current forward pass
     _replays: Any = Replay()  # of the sampler's choices
+    _generated_step = 0  # optimizer steps made when the batch was generated
     _other_prompts = False  # True once vLLM read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
     # True if every sample is visited before the first optimizer step after its generation: the
@@ -219,10 +220,17 @@ class RolloutCorrectionMixin(CorrectsBatches):
             warn_about_images(*other)
 
     def _note_origin(self, output: dict[str, Any]) -> None:
-        """Keep the optimizer step of the weights that sampled a batch."""
+        """Keep the optimizer step of the weights that sampled a batch, and of its old policy."""
+        if self.model.training:
+            self._generated_step = self.state.global_step
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
+
+    def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
+        if not from_old:
+            return super()._sampled_with_equal_weights(batch, from_old)
+        return batch[ROLLOUT_STEP] == self._generated_step if ROLLOUT_STEP in batch else None
 
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         with self._during(Generation()) as generation:

@@ -1,0 +1,179 @@
+"""What rounding alone does: how it is measured, which bounds it widens, and what a sampler cannot make it do."""
+
+import math
+
+import pytest
+import torch
+
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses
+from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.correction.rounding import GROWTH, WIDEST, Rounding, count_sizes, measure_rounding, quantile
+
+
+def policies(spread, shape=(64, 40), seed=0):
+    """Log-probabilities of trainer and sampler, of which a tenth of the tokens are ten times as far apart."""
+    dice = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(shape, generator=dice).mul(4)
+    far = torch.rand(shape, generator=dice) < 0.1
+    noise = spread * torch.randn(shape, generator=dice) * torch.where(far, 10.0, 1.0)
+    return (rollout + noise).clamp(max=0.0), rollout
+
+
+def alone(tensor):
+    return tensor
+
+
+@pytest.mark.parametrize("spread", [1e-5, 1e-3, 0.05])
+def test_a_quantile_of_the_histogram_is_that_of_the_sizes(spread):
+    train, rollout = policies(spread)
+    mask, fresh = torch.ones_like(train), torch.ones(len(train), dtype=torch.bool)
+    of_probability, of_log_ratio = map(quantile, measure_rounding(train, rollout, mask, fresh))
+    torch.testing.assert_close(of_log_ratio.item(), (train - rollout).abs().quantile(0.99).item(), rtol=0.06, atol=0)
+    exact = (train.exp() - rollout.exp()).abs().quantile(0.99).item()
+    torch.testing.assert_close(of_probability.item(), exact, rtol=0.06, atol=0)
+
+
+def test_nothing_seen_is_unknown_and_no_difference_is_exactly_0():
+    sizes = torch.zeros(4, 4)
+    assert quantile(count_sizes(sizes, torch.zeros(4, 4))).isnan()
+    assert quantile(count_sizes(sizes, torch.ones(4, 4))) == 0.0
+    assert Rounding().used(sizes).tolist() == [0.0, 0.0]
+
+
+def test_only_fresh_completions_and_tokens_of_the_loss_count():
+    train, rollout = policies(0.01)
+    fresh = torch.arange(len(train)) % 2 == 0
+    train[~fresh] = rollout[~fresh] - 3.0  # old weights
+    mask = torch.ones_like(train)
+    mask[:, 20:] = 0
+    train[:, 20:] = math.nan  # padding
+    found = quantile(measure_rounding(train, rollout, mask, fresh)[1])
+    exact = (train - rollout)[fresh][:, :20].abs().quantile(0.99)
+    torch.testing.assert_close(found.item(), exact.item(), rtol=0.06, atol=0)
+
+
+def counts(spread, seed=0):
+    train, rollout = policies(spread, seed=seed)
+    return measure_rounding(train, rollout, torch.ones_like(train), torch.ones(len(train), dtype=torch.bool))
+
+
+def test_the_split_over_micro_batches_and_ranks_changes_nothing():
+    whole, parts, elsewhere = Rounding(), Rounding(), counts(0.05, seed=1)
+    whole.add(counts(0.01) + elsewhere)
+    whole.settle(alone)
+    parts.add(counts(0.01))
+    parts.settle(lambda mine: mine + elsewhere)
+    torch.testing.assert_close(whole.value, parts.value)
+
+
+def test_it_follows_what_rounding_becomes_but_not_without_limit():
+    """The weights of a sampler to which no push arrives drift away, although it announces that they are the newest."""
+    rounding = Rounding()
+    rounding.add(counts(0.01))
+    rounding.settle(alone)
+    first = rounding.value.clone()
+    rounding.add(counts(0.02))
+    rounding.settle(alone)
+    assert (first < rounding.value).all() and (rounding.value < 1.3 * first).all()
+    for _ in range(100):
+        rounding.add(counts(1.0))
+        rounding.settle(alone)
+    torch.testing.assert_close(rounding.value[1], GROWTH * first[1])
+    assert rounding.value[0] <= min(WIDEST, GROWTH * first[0])
+
+
+def test_no_fresh_completion_leaves_it_as_it_is():
+    rounding = Rounding()
+    rounding.add(counts(0.01))
+    rounding.settle(alone)
+    before = rounding.value.clone()
+    rounding.add(torch.zeros(2, 166, dtype=torch.float64))
+    rounding.settle(alone)
+    assert rounding.value.equal(before)
+
+
+def correct(train, rollout, advantages, rounding=None, **fields):
+    config = RolloutCorrectionConfig(**{"rollout_correction": "auto", **fields})
+    return compute_rollout_correction(
+        train, rollout, torch.ones_like(train), config, advantages=advantages, rounding=rounding
+    )
+
+
+def test_without_rounding_nothing_changes():
+    train, rollout = policies(0.3)
+    advantages = torch.randn(len(train), generator=torch.Generator().manual_seed(1))
+    found = correct(train, rollout, advantages, torch.zeros(2, dtype=torch.float64))
+    off = correct(train, rollout, advantages, torch.ones(2, dtype=torch.float64), rollout_allow_rounding=False)
+    assert found.coefficients.equal(off.coefficients)
+    assert found.statistics.vector.equal(off.statistics.vector)
+
+
+def test_auto_written_as_fields_has_the_same_bits():
+    train, rollout = policies(0.3)
+    advantages = torch.randn(len(train), generator=torch.Generator().manual_seed(1))
+    rounding = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    settings = RolloutCorrectionConfig(rollout_correction="auto").settings
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_clamp", "rollout_rs", "rollout_rs_threshold")
+    fields = {name: getattr(settings, name) for name in (*names, "rollout_allow_rounding")}
+    named = correct(train, rollout, advantages, rounding)
+    written = correct(train, rollout, advantages, rounding, rollout_correction=None, **fields)
+    assert named.coefficients.equal(written.coefficients)
+    assert not named.coefficients.equal(correct(train, rollout, advantages).coefficients)
+
+
+@pytest.mark.parametrize(("q", "p", "sign", "keep"), [
+    (0.5, 0.75, 1.0, True), (0.5, 0.85, 1.0, False), (0.5, 0.25, -1.0, True), (0.5, 0.15, -1.0, False),
+    (0.5, 0.15, 1.0, True), (0.5, 0.85, -1.0, True),
+])  # fmt: skip
+def test_the_region_begins_beyond_rounding(q, p, sign, keep):
+    rounding = torch.tensor([0.1, 0.0], dtype=torch.float64)  # the region ends at 0.3
+    found = correct(torch.tensor([[p]]).log(), torch.tensor([[q]]).log(), torch.tensor([sign]), rounding)
+    assert found.keep.item() is keep
+
+
+@pytest.mark.parametrize(("d", "weight"), [(0.0, 1.0), (0.2, 0.2), (-0.2, -0.2), (0.9, 0.5), (-0.9, -0.5)])
+def test_good_tokens_are_weighted_as_far_as_rounding_explains(d, weight):
+    rounding = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    rollout = torch.tensor([[-2.0]])
+    found = correct(rollout + d, rollout, torch.tensor([1.0]), rounding)
+    assert found.coefficients.item() == pytest.approx(math.exp(weight) if weight != 1.0 else 1.0)
+    bad = correct(rollout + d, rollout, torch.tensor([-1.0]), rounding)
+    assert bad.coefficients.item() == pytest.approx(math.exp(d))
+
+
+def test_good_tokens_weigh_at_most_as_much_as_bad_ones():
+    rounding = torch.tensor([1.0, 9.0], dtype=torch.float64)
+    rollout = torch.tensor([[-6.0]])
+    for sign in (1.0, -1.0):
+        assert correct(rollout + 5.0, rollout, torch.tensor([sign]), rounding).coefficients.item() == 3.0
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_run_measures_it(kind, tmp_path, tiny_model_path, shared_engine):
+    trainer = build(*TRAINERS[kind], tiny_model_path, tmp_path, **VLLM)
+    trainer.train()
+    found = logged(trainer, "rounding_tv"), logged(trainer, "rounding_log_ratio")
+    assert all(0 < value < 0.05 for values in found for value in values)  # a vLLM in bfloat16
+
+
+@pytest.mark.vllm
+def test_old_weights_are_no_rounding(tmp_path, tiny_model_path, shared_engine):
+    """A sampler that announces old weights leaves the region at its bound, and today's loss."""
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **VLLM)
+    freeze_sampler(trainer, 0.5)
+    trainer.rollout_step = -8
+    trainer.train()
+    assert set(logged(trainer, "rounding_tv")) == {0.0}
+
+
+def test_a_sampler_of_unknown_age_is_no_rounding(tmp_path, tiny_model_path):
+    from tests.tiny import StaleSampler
+
+    found = []
+    for allowed in (True, False):
+        sampler = StaleSampler(tiny_model_path, noise=0.5, min_length=8)
+        folder = tmp_path / str(allowed)
+        trainer = build(*TRAINERS["grpo"], tiny_model_path, folder, sampler=sampler, rollout_allow_rounding=allowed)
+        found.append(losses(trainer))
+    assert found[0] == found[1]
