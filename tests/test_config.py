@@ -624,7 +624,8 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         (
             {"rollout_correction": "auto"},
             "auto: each token is weighted by its ratio (trainer to sampler) moved into [0, 3] if its advantage is negative, "
-            "and by 1 if it is positive; rejected are tokens whose probability has moved with the update by more than 0.2 "
+            "and by 1 if it is positive, as far as rounding does not explain more; rejected are tokens whose probability has "
+            "moved with the update by more than 0.2 beyond rounding "
             f"(token_tv), and tokens whose ratio is below 0.001 (token_k1); {AROUND_OLD}",
         ),
         ({"rollout_is": "token"}, f"each token is weighted by its ratio (trainer to sampler) up to 2; {AROUND_OLD}"),

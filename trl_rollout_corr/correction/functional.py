@@ -322,7 +322,7 @@ def _reject_by_probability(
     statistic = probability_divergence(tokens, criterion.divergence).mul_(tokens.valid)
     lower: Bound = criterion.lower
     upper: Bound = criterion.upper
-    if rounding is not None and criterion.divergence == "tv":
+    if rounding is not None and criterion.widens:
         upper, lower = (statistic.new_full((), bound) for bound in (upper, lower))
         upper, lower = upper + rounding.to(upper.dtype), lower - rounding.to(lower.dtype)
     high, low = above(statistic, upper).mul_(tokens.valid), below(statistic, lower)

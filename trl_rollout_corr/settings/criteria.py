@@ -55,6 +55,11 @@ class Criterion(NamedTuple):
         return self.scope == "token" and self.divergence in DIRECTED
 
     @property
+    def widens(self) -> bool:
+        """`True` if `rollout_allow_rounding` widens its bounds by what rounding does to a probability."""
+        return self.directed and self.divergence == "tv"
+
+    @property
     def unit(self) -> str:
         """What the rule keeps or rejects as a whole: `"token"`, `"turn"` or `"seq"`."""
         return self.scope.partition("_")[0]

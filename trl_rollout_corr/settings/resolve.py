@@ -128,7 +128,7 @@ class Settings:
     def measures_rounding(self) -> bool:
         """`True` if a bound depends on what rounding alone does."""
         by_sign = self.bounding is not None and self.bounding.directed
-        return self.rollout_allow_rounding and (by_sign or any(c.directed and c.divergence == "tv" for c in self.criteria))
+        return self.rollout_allow_rounding and (by_sign or any(c.widens for c in self.criteria))
 
     @property
     def normalizes(self) -> bool:
@@ -199,7 +199,11 @@ def settings_in_words(settings: Settings) -> str:
     name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}: "
     parts = [] if settings.bounding is None else [_weights_in_words(settings)]
     if settings.criteria:
-        rejected = map(_rejection_in_words, settings.criteria, settings.rollout_rs_threshold)
+        beyond = settings.rollout_allow_rounding
+        rejected = [
+            _rejection_in_words(criterion, bounds, beyond_rounding=beyond and criterion.widens)
+            for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold, strict=True)
+        ]
         parts.append("rejected are " + ", and ".join(rejected))
     parts += [_CLIPPING[settings.mode]] if parts or settings.bypass_mode else ["no correction"]
     measured = (
@@ -222,16 +226,18 @@ def _weights_in_words(settings: Settings) -> str:
         weights += f"{how} {_interval(negative)}"
         for lower, upper in positive:
             value = f"{lower:g}" if lower == upper else f"the ratio{how} {_interval([lower, upper])}"
-            weights += f" if its advantage is negative, and by {value} if it is positive"
+            widened = ", as far as rounding does not explain more" if settings.rollout_allow_rounding else ""
+            weights += f" if its advantage is negative, and by {value} if it is positive{widened}"
     return weights if settings.applies_weights else f"{weights}, which is only reported"
 
 
-def _rejection_in_words(criterion: Criterion, bounds: Any) -> str:
+def _rejection_in_words(criterion: Criterion, bounds: Any, *, beyond_rounding: bool) -> str:
     things = f"{_UNITS[criterion.unit]}s whose"
     if criterion.directed:
         size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
         measure = "" if criterion.divergence == "tv" else "a KL divergence of "
-        fact = f"probability has moved with the update by more than {measure}{size}"
+        beyond = " beyond rounding" if beyond_rounding else ""
+        fact = f"probability has moved with the update by more than {measure}{size}{beyond}"
     elif criterion.divergence == "k1":
         (lower, upper), ratio = bounds, _RATIOS[criterion.scope.partition("_")[2]]
         side = f"below {lower:g}" if math.isinf(upper) else f"above {upper:g}" if lower == 0 else ""

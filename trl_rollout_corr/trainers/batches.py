@@ -29,6 +29,7 @@ from .metadata import engine_metadata, trainer_metadata
 from .model_checks import check_dropout, check_types
 from .observer import CorrectedBatch, Moment, Observer
 from .ranks import largest, leaving_together
+from .situation import Situation
 from .trl_interface import check_config_class
 from .vllm_engine import check_server_logprobs, read_configuration
 from .watcher import Watcher, watchers_among
@@ -89,6 +90,7 @@ class CorrectsBatches(_Host):
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
         self._rounding, self._rounding_step = Rounding(), -1
+        self._situation = Situation(self._settings)
         for field in self._watched_fields:
             watcher = tool(field).of(self)
             if watcher is not None:
@@ -255,9 +257,12 @@ class CorrectsBatches(_Host):
         if "train_runtime" in logs:  # closes the training window, even if an evaluation came last
             logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
-            self._metrics[self._now.mode].update(
-                {key: [value] for key, value in self._close_window(self._now).items()}
-            )
+            metrics = self._close_window(self._now)
+            if "loss" in logs and self.is_world_process_zero():
+                news = self._situation.news(self.state.global_step, metrics)
+                if news is not None:
+                    tqdm.write(news)
+            self._metrics[self._now.mode].update({key: [value] for key, value in metrics.items()})
         super().log(logs, start_time)
 
     def _close_window(self, now: Moment) -> dict[str, float]:

@@ -1,0 +1,57 @@
+"""One line that says how old the weights of the sampler are and what the correction does about it, whenever it changes."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..messages import PREFIX
+from ..settings.resolve import Settings
+
+
+MOVED = 0.05  # of the trust region, from which on it is told again
+
+
+class _Said(NamedTuple):
+    age: str
+    rounding: float
+
+
+class Situation:
+    """What was said last about a run whose bounds depend on what rounding alone does."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._said: _Said | None = None
+
+    def news(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """The line about the metrics of a logging window; `None` if it would say the same as before."""
+        if not self.settings.measures_rounding or f"{PREFIX}k3_kl" not in metrics:
+            return None
+        rounding = metrics.get(f"{PREFIX}rounding_tv", 0.0)
+        now, before = _Said(_age(metrics), rounding), self._said
+        if before is not None and before.age == now.age and abs(before.rounding - rounding) < MOVED:
+            return None
+        self._said = now
+        return f"Rollout correction at step {step}: {_AGES[now.age]} {self._effect(rounding, metrics)}"
+
+    def _effect(self, rounding: float, metrics: Mapping[str, float]) -> str:
+        effects = []
+        bound = next((c.upper for c in self.settings.criteria if c.widens), None)
+        if bound is not None:
+            effects.append(f"the trust region begins at {bound + rounding:.3g}")
+        if self.settings.bounding is not None and self.settings.bounding.directed:
+            size = metrics.get(f"{PREFIX}rounding_log_ratio", 0.0)
+            effects.append(f"the weights of good tokens are 1 to within {100 * size:.2g} %")
+        told = " and ".join(effects)
+        return f"Rounding alone moves a probability by {rounding:.2g} (99th percentile), so {told}."
+
+
+_AGES = {
+    "fresh": "the weights of the sampler are the newest.",
+    "stale": "the weights of the sampler are older than those of the trainer.",
+    "unknown": "the sampler does not say how old its weights are, so nothing is taken for rounding.",
+}
+
+
+def _age(metrics: Mapping[str, float]) -> str:
+    age = metrics.get(f"{PREFIX}staleness_mean")
+    return "unknown" if age is None else "fresh" if age < 0.5 else "stale"
