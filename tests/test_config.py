@@ -65,6 +65,7 @@ def other_values(name, preset):
         "rollout_is_clamp": [{"rollout_is_clamp": not value, "rollout_is_threshold": [0.25, 4.0]}],
         "rollout_rs": [{"rollout_rs": ["turn_max_k2"], "rollout_rs_threshold": [0.7]}, {"rollout_rs": None}],
         "rollout_rs_threshold": [{"rollout_rs_threshold": bounds_of(preset["rollout_rs"] or ["token_k1"])}],
+        "rollout_allow_rounding": [{"rollout_allow_rounding": not value}],
         "bypass_mode": [{"bypass_mode": not value}],
         "rollout_loss_type": [{"rollout_loss_type": "reinforce" if value == "ppo_clip" else "ppo_clip"}],
     }[name]
@@ -624,7 +625,7 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         (
             {"rollout_correction": "auto"},
             "auto: each token is weighted by its ratio (trainer to sampler) moved into [0, 3] if its advantage is negative, "
-            "and by 1 if it is positive, as far as rounding does not explain more; rejected are tokens whose probability has "
+            "and by 1, but for rounding, if it is positive; rejected are tokens whose probability has "
             "moved with the update by more than 0.2 beyond rounding "
             f"(token_tv), and tokens whose ratio is below 0.001 (token_k1); {AROUND_OLD}",
         ),

@@ -226,8 +226,8 @@ def _weights_in_words(settings: Settings) -> str:
         weights += f"{how} {_interval(negative)}"
         for lower, upper in positive:
             value = f"{lower:g}" if lower == upper else f"the ratio{how} {_interval([lower, upper])}"
-            widened = ", as far as rounding does not explain more" if settings.rollout_allow_rounding else ""
-            weights += f" if its advantage is negative, and by {value} if it is positive{widened}"
+            widened = ", but for rounding," if settings.rollout_allow_rounding else ""
+            weights += f" if its advantage is negative, and by {value}{widened} if it is positive"
     return weights if settings.applies_weights else f"{weights}, which is only reported"
 
 
