@@ -23,7 +23,7 @@ def alone(tensor):
     return tensor
 
 
-@pytest.mark.parametrize("spread", [1e-5, 1e-3, 0.05])
+@pytest.mark.parametrize("spread", [1e-4, 1e-3, 0.05])
 def test_a_quantile_of_the_histogram_is_that_of_the_sizes(spread):
     train, rollout = policies(spread)
     mask, fresh = torch.ones_like(train), torch.ones(len(train), dtype=torch.bool)
@@ -87,7 +87,7 @@ def test_no_fresh_completion_leaves_it_as_it_is():
     rounding.add(counts(0.01))
     rounding.settle(alone)
     before = rounding.value.clone()
-    rounding.add(torch.zeros(2, 166, dtype=torch.float64))
+    rounding.add(torch.zeros(2, 151, dtype=torch.float64))
     rounding.settle(alone)
     assert rounding.value.equal(before)
 
@@ -149,9 +149,10 @@ def test_good_tokens_weigh_at_most_as_much_as_bad_ones():
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:The trainer computes in float32")
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_run_measures_it(kind, tmp_path, tiny_model_path, shared_engine):
-    trainer = build(*TRAINERS[kind], tiny_model_path, tmp_path, **VLLM)
+    trainer = build(*TRAINERS[kind], tiny_model_path, tmp_path, **VLLM, rollout_engine_kwargs={"dtype": "bfloat16"})
     trainer.train()
     found = logged(trainer, "rounding_tv"), logged(trainer, "rounding_log_ratio")
     assert all(0 < value < 0.05 for values in found for value in values)  # a vLLM in bfloat16

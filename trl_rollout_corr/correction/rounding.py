@@ -13,16 +13,18 @@ from typing import ClassVar
 
 import torch
 
-from .functional import Tokens, accumulation_dtype, probability_divergence, row_blocks, select_tokens
+from .functional import Tokens, accumulation_dtype, below, probability_divergence, row_blocks, select_tokens
 from .sums import Applied, SegmentedSums, Segments
 
 
-# Sizes are counted in bins, each a tenth wider than the one before, from a millionth on. What is
+# Sizes are counted in bins, each a tenth wider than the one before, from 0.00001 on. What is
 # smaller counts as nothing.
-_SMALLEST, _WIDTH, _BINS = 1e-6, 0.1, 165
+_SMALLEST, _WIDTH, _BINS = 1e-5, 0.1, 150
 
 MOST = 0.99  # quantile of the sizes
 KEPT = 0.9  # share of the former value in the moving mean, per optimizer step
+# A token that is a thousand times less likely for one of the two is broken, and nothing that rounding does
+BROKEN = math.log(1000.0)  # nats
 # A sampler whose weights do not arrive, but are announced, must not count as one that rounds: what
 # it rounds at the first step may grow as the policy becomes surer, but not without limit.
 GROWTH = 4.0  # times the first value, at most
@@ -31,7 +33,7 @@ WIDEST = 0.4  # of a probability, at most
 
 def count_sizes(sizes: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
-    Histogram, `(166,)`, of sizes that count where `counts` is 1 and not 0; both are `(B, T)`. The
+    Histogram, `(151,)`, of sizes that count where `counts` is 1 and not 0; both are `(B, T)`. The
     first bin holds what is too small.
     """
     bins = (sizes.clamp(min=_SMALLEST / 2).log() - math.log(_SMALLEST)).div_(_WIDTH).floor_().add_(1.0)
@@ -69,7 +71,7 @@ def measure_rounding(
             Completions that were sampled with the weights of the training policy.
 
     Returns:
-        `torch.Tensor` of shape `(2, 166)`: histograms of the sizes of the differences of
+        `torch.Tensor` of shape `(2, 151)`: histograms of the sizes of the differences of
         probabilities and of log-probabilities.
     """
     counted = mask.bool() & fresh.bool().unsqueeze(1)
@@ -80,8 +82,9 @@ def measure_rounding(
 
 
 def _count_rows(tokens: Tokens) -> torch.Tensor:
-    sizes = probability_divergence(tokens, "tv").abs_(), tokens.log_ratio.abs()
-    return torch.stack([count_sizes(size, tokens.valid) for size in sizes])
+    log_ratios = tokens.log_ratio.abs()
+    counts = below(log_ratios, BROKEN).mul_(tokens.valid)
+    return torch.stack([count_sizes(size, counts) for size in (probability_divergence(tokens, "tv").abs_(), log_ratios)])
 
 
 class Rounding:
