@@ -12,7 +12,7 @@ from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
 from .of_trl import fields_of, given_to_trl
-from .presets import UNSET, settings_of
+from .presets import DEFAULT, UNSET, settings_of
 from .resolve import Settings, resolve, settings_in_words
 
 
@@ -33,9 +33,9 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given with it override it. By default `trl`, which
-            keeps the loss of TRL with its own correction; but if `rollout_is`, `rollout_rs` or
-            `bypass_mode` is given, only what is given is done.
+            Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl`, which keeps the
+            loss of TRL with its own correction, if one of its fields `vllm_importance_sampling_*` is given, and only
+            what is given if `rollout_is`, `rollout_rs` or `bypass_mode` is.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric
             (their mean), or `None`.
@@ -158,7 +158,13 @@ class RolloutCorrectionConfig:
     @property
     def settings(self) -> Settings:
         """Settings in effect, from the fields' present values. A `ValueError` if one is refused."""
-        return resolve(self._parsed, self._of_trl)
+        return resolve(self._parsed, self._default_preset, self._of_trl)
+
+    @property
+    def _default_preset(self) -> str:
+        """The preset of a run that names no correction: TRL's own if the user set its fields."""
+        chosen = given_to_trl(vars(self)) and not self.rollout_metrics_only
+        return "trl" if chosen else DEFAULT
 
     def _of_trl(self) -> dict[str, Any]:
         """TRL's own correction as fields, for `rollout_correction: trl`."""
@@ -220,7 +226,7 @@ def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
         remedy = "Remove one of the two."
         if "rollout_correction" not in given:
             reason = "but no correction is named that it belongs to"
-            remedy = "Set `rollout_correction` to auto (for stale weights) or to another preset, or set `rollout_is`."
+            remedy = "Set `rollout_correction` to auto or to another preset, or set `rollout_is`."
         raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy=remedy)
     if not settings.rollout_rs_exclude_from_baseline:
         return

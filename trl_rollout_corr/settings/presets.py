@@ -103,10 +103,8 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
 
 PRESETS: dict[str, dict[str, Any]] = {**VERL_PRESETS, **LATER_PRESETS}
 
-# The preset of a run that names no correction: TRL's loss, so nothing changes
-DEFAULT = "trl"
-# The preset that such a run measures with `rollout_metrics_only`
-CORRECTION = "auto"
+# The preset of a run that names no correction
+DEFAULT = "auto"
 
 # Without a preset: no correction
 _OFF: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 from ..messages import SettingError
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
 from .fields import PARSERS, MonitorAction
-from .presets import CORRECTION, DEFAULT, UNSET, settings_of
+from .presets import UNSET, settings_of
 from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
 
 
@@ -141,18 +141,17 @@ class Settings:
         return self.normalizes or (bool(self.criteria) and self.rollout_rs_renormalize)
 
 
-def resolve(fields: Mapping[str, Any], of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
+def resolve(fields: Mapping[str, Any], default: str, of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
     Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset,
     which for `"trl"` comes from `of_trl()`. The preset `"default"` is none if weights, rejection or
-    a mode are given, `auto` with `rollout_metrics_only` alone, and `trl` otherwise.
+    a mode are given, and `default` otherwise.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]
     if preset == "default":
         alone = own.keys() & {"rollout_is", "rollout_rs", "bypass_mode"}
-        measured = CORRECTION if fields["rollout_metrics_only"] else DEFAULT
-        preset = None if alone else measured
+        preset = None if alone else default
     of_preset = {**settings_of(preset), **(of_trl() if preset == "trl" else {})}
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another

@@ -27,7 +27,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
 
     It takes all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer
     switches TRL's own correction (`vllm_importance_sampling_correction`) off, unless
-    `rollout_correction` is `"trl"`.
+    `rollout_correction` is `"trl"`, which is the default if one of TRL's fields of it is given.
 
     Raises:
         `ValueError`: also if `loss_type` is `"vespo"`, which applies its own importance weights, if
@@ -36,6 +36,10 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
     """
 
     _checks_of_trainer = CHECKS_OF_GRPO
+
+    @property
+    def _default_preset(self) -> str:
+        return "trl" if self.loss_type == "vespo" else super()._default_preset  # no other weight goes with that loss
 
     def _of_trl(self) -> dict[str, Any]:
         return super()._of_trl() if self.use_vllm else {}  # TRL corrects no completions of a `rollout_func`
@@ -69,7 +73,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     trainer = RolloutCorrectedGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs=accuracy_reward,
-        args=RolloutCorrectedGRPOConfig("output", use_vllm=True, rollout_correction="auto"),
+        args=RolloutCorrectedGRPOConfig("output", use_vllm=True),
         train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     )
     trainer.train()

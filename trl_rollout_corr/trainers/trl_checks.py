@@ -102,8 +102,9 @@ def check_reinforce(config: Any, settings: Settings) -> None:
 
 
 def warn_about_sequence_level(config: Any, settings: Settings) -> None:
-    """Warn about weights and rejection of tokens and turns in a loss with ratios per completion."""
-    if not settings.changes_loss or config.importance_sampling_level != "sequence":
+    """Warn about weights and rejection of tokens and turns that were asked for in a loss with ratios per completion."""
+    asked = config.given & {"rollout_is", "rollout_rs", "rollout_correction"} and settings.rollout_correction != "auto"
+    if not asked or not settings.changes_loss or config.importance_sampling_level != "sequence":
         return
     acting = [f"`{name}`" for name in settings.rollout_rs or [] if name.startswith(("token_", "turn_"))]
     if settings.rollout_is in ("token", "turn") and settings.applies_weights:
