@@ -245,14 +245,18 @@ def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
 @pytest.mark.parametrize(
     ("other", "preset"),
     [
-        ({}, "trl"),
-        ({"rollout_nan_policy": "raise"}, "trl"),
-        ({"rollout_diagnose": True}, "trl"),
+        ({}, "auto"),
+        ({"rollout_nan_policy": "raise"}, "auto"),
+        ({"rollout_diagnose": True}, "auto"),
         ({"rollout_metrics_only": True}, "auto"),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, "trl"),
+        ({"vllm_importance_sampling_correction": False}, "trl"),
+        ({"loss_type": "vespo"}, "trl"),
     ],
 )
-def test_the_default_is_the_loss_of_trl_and_what_is_only_measured_is_auto(other, preset):
-    for build in (RolloutCorrectionConfig, grpo):
+def test_the_default_is_auto_and_trl_for_who_sets_its_correction(other, preset):
+    of_trl = any(not name.startswith("rollout_") for name in other)
+    for build in (grpo,) if of_trl else (RolloutCorrectionConfig, grpo):
         assert build(**other).settings == build(rollout_correction=preset, **other).settings
         assert build(**other).settings.rollout_correction == preset
         assert build(**other).rollout_correction == "default"
@@ -618,7 +622,7 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
     ("fields", "line"),
     [
         (
-            {},
+            {"rollout_correction": "trl"},
             "trl: TRL's loss, unchanged: each completion is weighted by its ratio (trainer to sampler), or by 0 outside "
             f"[0, 3]; {AROUND_OLD}",
         ),

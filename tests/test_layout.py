@@ -39,6 +39,7 @@ CORE = {
         "vllm_engine",
         "reloading",
         "pushes",
+        "situation",
         "batches",
         "mixin",
         "grpo",

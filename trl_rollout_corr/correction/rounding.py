@@ -1,5 +1,5 @@
 """
-What rounding alone does to a probability and to a ratio. Torch only.
+Size of what rounding alone does to a probability and to a ratio. Torch only.
 
 A sampler with the trainer's own weights still gives other probabilities: other kernels, other
 precision, weights of 8 bits. This part of the gap stays where it is while the policy moves, because

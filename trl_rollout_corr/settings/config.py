@@ -217,17 +217,17 @@ _show_help()
 def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
     """Refuse fields next to TRL's own correction, and rejection too late for the baseline."""
     own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
+    if not given & {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"} and (alone := sorted(given & own)):
+        reason = "but no correction is named that it belongs to"
+        remedy = "Set `rollout_correction` to auto or to another preset, or set `rollout_is`."
+        raise SettingError(alone[0], getattr(settings, alone[0]), reason, remedy=remedy)
     if settings.bounding is not None:  # TRL's weights would still act
         own.add("rollout_metrics_only")
     if settings.by_trl and (beside := sorted(given & own)):
         reason = (
             "but `rollout_correction: trl` keeps the loss of TRL, whose fields `vllm_importance_sampling_*` decide"
         )
-        remedy = "Remove one of the two."
-        if "rollout_correction" not in given:
-            reason = "but no correction is named that it belongs to"
-            remedy = "Set `rollout_correction` to auto or to another preset, or set `rollout_is`."
-        raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy=remedy)
+        raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy="Remove one of the two.")
     if not settings.rollout_rs_exclude_from_baseline:
         return
     reason, remedy = "", "Set `rollout_rs_exclude_from_baseline` to False, or `bypass_mode` to False."

@@ -16,7 +16,7 @@ class _Said(NamedTuple):
 
 
 class Situation:
-    """What was said last about a run whose bounds depend on what rounding alone does."""
+    """Memory of what was said last about a run whose bounds depend on what rounding alone does."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
