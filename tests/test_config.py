@@ -268,7 +268,7 @@ def test_the_default_is_auto_and_trl_for_who_sets_its_correction(other, preset):
         {"rollout_is_threshold": 3.0},
         {"rollout_is_clamp": True},
         {"rollout_is_batch_normalize": True},
-        {"rollout_rs_threshold": 2.0},
+        {"rollout_rs_threshold": 0.5},
         {"rollout_rs_renormalize": True},
         {"rollout_rs_exclude_from_baseline": True},
         {"rollout_loss_type": "reinforce"},

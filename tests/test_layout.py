@@ -54,7 +54,6 @@ TOOLS = {
         "advice",
         "bands",
         "stock",
-        "reward",
         "windows",
         "texts",
         "rule",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...messages import warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.of_trl import given_to_trl
-from ...settings.presets import CORRECTION, PRESETS
+from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
 from ..dump.reading import Dump, open_dump
@@ -188,7 +188,7 @@ def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     mode, which offers many, only presets that either weight or reject count.
     """
     mode = mode_to_keep(run)
-    named = {_REFERENCE, CORRECTION, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
+    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
     return [
         name
         for name, preset in presets.items()
