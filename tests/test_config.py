@@ -268,7 +268,7 @@ def test_the_default_is_auto_and_trl_for_who_sets_its_correction(other, preset):
         {"rollout_is_threshold": 3.0},
         {"rollout_is_clamp": True},
         {"rollout_is_batch_normalize": True},
-        {"rollout_rs_threshold": 0.5},
+        {"rollout_rs_threshold": [0.3, [0.01, 10.0]]},
         {"rollout_rs_renormalize": True},
         {"rollout_rs_exclude_from_baseline": True},
         {"rollout_loss_type": "reinforce"},
@@ -962,7 +962,7 @@ def test_the_table_tells_what_works_together(column):
         pytest.skip("no asynchronous trainer")
     section = Path("docs/choosing.md").read_text().split("### What works together")[1].split("\nGSPO is")[0]
     head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) == 6
+    assert len(rows) == 7
     for row in rows:
         cell = row[head.index(column)]
         presets = ["trl with token_truncate"] if "with `token" in row[0] else re.findall("`([^`]+)`", row[0])

@@ -13,8 +13,8 @@ from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
-from trl_rollout_corr.correction.rounding import RoundingInUse
 from trl_rollout_corr.correction.groups import add_up_groups
+from trl_rollout_corr.correction.rounding import RoundingInUse
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.analysis.run import read_run

@@ -19,7 +19,15 @@ ROOT = Path(__file__).parents[1]
 CORE = {
     "": ["messages", "door"],
     "settings": ["criteria", "presets", "thresholds", "of_trl", "fields", "resolve", "config"],  # so far without torch
-    "correction": ["functional", "sums", "metrics", "groups", "age", "rounding", "compute"],  # so far without numpy and TRL
+    "correction": [
+        "functional",
+        "sums",
+        "metrics",
+        "groups",
+        "age",
+        "rounding",
+        "compute",
+    ],  # so far without numpy and TRL
     "trainers": [
         "keys",
         "metadata",

@@ -74,7 +74,8 @@ def test_it_follows_what_rounding_becomes_but_not_without_limit():
     first = rounding.value.clone()
     rounding.add(counts(0.02))
     rounding.settle(alone)
-    assert (first < rounding.value).all() and (rounding.value < 1.3 * first).all()
+    assert (first < rounding.value).all()
+    assert (rounding.value < 1.3 * first).all()
     for _ in range(100):
         rounding.add(counts(1.0))
         rounding.settle(alone)

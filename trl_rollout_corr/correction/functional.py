@@ -11,6 +11,7 @@ process.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -198,18 +199,14 @@ def bounds_by_sign(
     if bounding.positive is None or bounding.lower is None:
         return bounding.lower, bounding.upper
     assert direction is not None  # `compute_rollout_correction` has refused missing advantages
+    constant = partial(direction.new_full, (), dtype=dtype)
+    lower, upper = map(constant, bounding.positive)
+    if rounding is not None:
+        factor = rounding.exp().to(dtype)
+        lower = (lower / factor).clamp(min=min(bounding.lower, bounding.positive[0]))
+        upper = (upper * factor).clamp(max=max(bounding.upper, bounding.positive[1]))
     good = direction > 0
-
-    def chosen(negative: float, positive: float, sign: int) -> torch.Tensor:
-        at, other = (direction.new_full((), bound, dtype=dtype) for bound in (positive, negative))
-        if rounding is not None:
-            wider = at * (sign * rounding).exp().to(dtype)
-            at = torch.minimum(wider, torch.maximum(at, other)) if sign > 0 else torch.maximum(
-                wider, torch.minimum(at, other)
-            )
-        return torch.where(good, at, other)
-
-    return chosen(bounding.lower, bounding.positive[0], -1), chosen(bounding.upper, bounding.positive[1], 1)
+    return torch.where(good, lower, constant(bounding.lower)), torch.where(good, upper, constant(bounding.upper))
 
 
 def bound_weights(
@@ -323,8 +320,8 @@ def _reject_by_probability(
     lower: Bound = criterion.lower
     upper: Bound = criterion.upper
     if rounding is not None and criterion.widens:
-        upper, lower = (statistic.new_full((), bound) for bound in (upper, lower))
-        upper, lower = upper + rounding.to(upper.dtype), lower - rounding.to(lower.dtype)
+        upper = statistic.new_full((), criterion.upper) + rounding.to(statistic.dtype)
+        lower = statistic.new_full((), criterion.lower) - rounding.to(statistic.dtype)
     high, low = above(statistic, upper).mul_(tokens.valid), below(statistic, lower)
     if criterion.directed:
         assert direction is not None  # `compute_rollout_correction` has refused missing advantages

@@ -84,7 +84,9 @@ def measure_rounding(
 def _count_rows(tokens: Tokens) -> torch.Tensor:
     log_ratios = tokens.log_ratio.abs()
     counts = below(log_ratios, BROKEN).mul_(tokens.valid)
-    return torch.stack([count_sizes(size, counts) for size in (probability_divergence(tokens, "tv").abs_(), log_ratios)])
+    return torch.stack(
+        [count_sizes(size, counts) for size in (probability_divergence(tokens, "tv").abs_(), log_ratios)]
+    )
 
 
 class Rounding:

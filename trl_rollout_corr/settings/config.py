@@ -33,9 +33,8 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl`, which keeps the
-            loss of TRL with its own correction, if one of its fields `vllm_importance_sampling_*` is given, and only
-            what is given if `rollout_is`, `rollout_rs` or `bypass_mode` is.
+            Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl` if a field
+            `vllm_importance_sampling_*` is given, and only what is given if `rollout_is`, `rollout_rs` or `bypass_mode` is.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric
             (their mean), or `None`.
@@ -217,7 +216,8 @@ _show_help()
 def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
     """Refuse fields next to TRL's own correction, and rejection too late for the baseline."""
     own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
-    if not given & {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"} and (alone := sorted(given & own)):
+    is_named = given & {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"}
+    if not is_named and (alone := sorted(given & own)):
         reason = "but no correction is named that it belongs to"
         remedy = "Set `rollout_correction` to auto or to another preset, or set `rollout_is`."
         raise SettingError(alone[0], getattr(settings, alone[0]), reason, remedy=remedy)
