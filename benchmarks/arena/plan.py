@@ -13,22 +13,25 @@ from typing import Any
 
 STEPS = 120
 SEEDS = [0, 1, 2]
-LONG = 600  # steps of `long` runs
+LONG, MID = 600, 300  # steps of `long` and `mid` runs
 NOISE = 0.1
 RATES = {"slower": 2e-5, "slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. Every second completion has a token that no answer has: the sampler reports
 # that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push. Or each
 # weight of the sampler differs by a fixed share of itself, drawn once from a normal distribution of this standard deviation.
+# Or no push arrives, and the sampler says that all do.
 FAULTS: dict[str, dict[str, Any]] = {
     "garbage": {"garbage": 0.5},
     "fp8": {"quantization": "fp8_per_channel"},
     "noise": {"noise": NOISE},
+    "lost": {"lost": True},
 }
 # Other ways to train: with several updates per generation, without an adapter where others have one, and with more steps
 WAYS: dict[str, dict[str, Any]] = {
     "several": {"steps_per_generation": 4, "num_iterations": 2},
     "all_weights": {},
     "long": {},
+    "mid": {},
 }
 
 
@@ -199,6 +202,8 @@ CANDIDATES = [
     *(candidate(1, positive, "tv10") for positive in ("to1", "to2")),
     candidate(1, tv="tv10", floor=False),
 ]
+# Arms of `rules.py`. The last four are published rules that adapt themselves
+RULED = ("ipo", "region", "wide", "by_age", "split", "excess", "reshape", "mixture", "m2po", "vexact")
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate")  # its default is `sequence_mask`
 ARMS = {
     arm.name: arm
@@ -217,7 +222,7 @@ ARMS = {
         *CAPS,
         Arm("cap1_tv10_bypass", {**CAP1_TV10.options, "bypass_mode": True}),
         *(Arm(f"trl_{mode}", {"vllm_importance_sampling_mode": mode}, trl=True) for mode in TRL_MODES),
-        *(Arm(rule, {"rollout_is": "token", "rollout_is_threshold": 20.0}, rule) for rule in ("ipo", "region")),
+        *(Arm(rule, {"rollout_is": "token", "rollout_is_threshold": 20.0}, rule) for rule in RULED),
     )
 }
 REFERENCES = ["on_policy", "none"]
@@ -256,11 +261,12 @@ THIRD_TASKS = ["rot02", "rot", "row_sums", "before", "countdowns"]
 CUT_TASKS = ["paused_sort", "paused_unpack"]  # some answers are cut
 TUNED_TASKS = ["merge", "tag_unzip", "totals", "folded"]  # rates are tuned
 FOURTH_TASKS = [*CUT_TASKS, *TUNED_TASKS]
+FIFTH_TASKS = ["zigzag", "pack"]  # new ones, for a rule that decides by itself
 
 
 def announces(task: str) -> bool:
     """Whether the samplers of a task say how old they are: in the second comparison, every other one does."""
-    return task in ("sort", "add", *TUNING[::2], *JUDGING[::2], *THIRD_TASKS, *FOURTH_TASKS)
+    return task in ("sort", "add", *TUNING[::2], *JUDGING[::2], *THIRD_TASKS, *FOURTH_TASKS, *FIFTH_TASKS)
 
 
 def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1]) -> list[Run]:
@@ -475,6 +481,59 @@ def fresh_8_bits() -> list[Run]:
     return shorter([run for seed in SEEDS for run in runs_of([cell], ["on_policy", *FRESH_ROUNDED_ARMS], [seed])])
 
 
+# Stages of E6: one rule that decides by itself ---------------------------------------------------------------------------
+
+# The candidates, the simplest first
+CHOSEN = "split"  # until tuning has decided
+ONE_RULE = ["cap3_unweighted", "wide", "by_age", "split", "excess"]
+NEW_ARMS = ["none", "trl", "trl_token_truncate", "token_2", "dppo_tv", "cap3", "cap3_unweighted"]
+CONTROLS = ["reshape", "mixture", "m2po", "vexact"]
+
+
+def lengthened(runs: Sequence[Run]) -> list[Run]:
+    """Runs with as many steps as their way to train asks for."""
+    steps = {"long": LONG, "mid": MID}
+    return [replace(run, steps=steps.get(run.cell.way or "", run.steps)) for run in runs]
+
+
+def one_rule_tuning() -> list[Run]:
+    """Candidates where weights are fresh and noisy, stale and noisy, in 8 bits, stale, or lost, and with garbage."""
+    cells = [
+        Cell("tag_shift", FASTER_4, fault="fp8"),
+        Cell("tag_shift", FASTER_8),
+        Cell("tag_reverse", FASTER_4, fault="fp8"),
+        Cell("tag_reverse", FASTER_8, fault="lost"),
+        Cell("sort", Rung(0, "fast"), fault="noise", way="long"),
+        Cell("rotate", FAST_8, fault="noise", way="mid"),
+        Cell("sort", FASTER_32),
+        Cell("neighbours", FAST_4, fault="garbage"),
+        Cell("tag_reverse", FASTER_8),
+        Cell("tag_reverse", IN_STEP_FASTER, fault="fp8"),
+        Cell("rotate", Rung(0, "fast"), fault="noise", way="long"),
+    ]
+    known = ["on_policy", "none", "cap3", "dppo_tv", "trl_preset", "trl_preset_token_truncate"]
+    return lengthened(
+        [
+            run
+            for seed in SEEDS
+            for names in (ONE_RULE, known)
+            for cell in cells
+            for run in runs_of([cell], names, [seed])
+        ]
+    )
+
+
+def one_rule_judging() -> list[Run]:
+    """Four new cells with all arms."""
+    cells = [
+        Cell(task, rung, fault="noise", way=way)
+        for task in FIFTH_TASKS
+        for rung, way in ((Rung(0, "fast"), "long"), (FAST_8, "mid"))
+    ]
+    arms = ["on_policy", CHOSEN, *NEW_ARMS, *CONTROLS]
+    return lengthened([run for seed in SEEDS for cell in cells for run in runs_of([cell], arms, [seed])])
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -489,5 +548,7 @@ STAGES = {
         tuned_rates,
         preset_for_8_bits,
         fresh_8_bits,
+        one_rule_tuning,
+        one_rule_judging,
     )
 }

@@ -11,6 +11,9 @@ import torch
 from tasks import GARBAGE
 
 
+NEVER = 10**6  # steps
+
+
 def spoil(trainer: Any, faults: dict[str, Any]) -> None:
     """
     Give the trainer's sampler its faults.
@@ -19,12 +22,15 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> None:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`]):
             The trainer, changed in place.
         faults (`dict`):
-            `lag` in optimizer steps, and whether it is `announced`; `noise` on weights; `garbage` as share of completions.
+            `lag` in optimizer steps, and whether it is `announced`; `noise` on weights; `lost`, if no push arrives and none is
+            missed; `garbage` as share of completions.
     """
     if "noise" in faults:
         Noise(trainer, faults["noise"])
     if faults.get("lag"):
         (quickstart.Lag if faults["announced"] else SilentLag)(trainer, faults["lag"])
+    if faults.get("lost"):
+        SilentLag(trainer, NEVER)
     if "garbage" in faults:
         Garbage(trainer, faults["garbage"])
 

@@ -385,7 +385,33 @@ FOURTH = {
     )
 }  # fmt: skip
 
-TASKS = {**SECOND, **THIRD, **FOURTH}
+# New ones, for a rule that decides by itself -------------------------------------------------------------------------
+
+
+def zigzag(dice: random.Random) -> tuple[str, str]:
+    """Fourteen letters: the first, the last, the second, the last but one, and so on."""
+    letters = draw(dice, LETTERS[:16], 14)
+    return letters, "".join(letters[i] + letters[-1 - i] for i in range(7))
+
+
+def pack(dice: random.Random) -> tuple[str, str]:
+    """Seven runs of one to four equal letters: the answer has each letter behind the length of its run."""
+    lengths, letters = [dice.randint(1, 4) for _ in range(7)], [dice.choice(LETTERS[:12])]
+    while len(letters) < 7:
+        letters.append(dice.choice([letter for letter in LETTERS[:12] if letter != letters[-1]]))
+    runs = [*zip(lengths, letters, strict=True)]
+    return "".join(letter * n for n, letter in runs), "".join(f"{n}{letter}" for n, letter in runs)
+
+
+FIFTH = {
+    task.name: task
+    for task in (
+        Task("zigzag", LETTERS[:16], zigzag, 0.05, 14, 14, warm_steps=900),
+        Task("pack", "1234" + LETTERS[:12], pack, 0.05, 14, 28, warm_steps=1300, tied=True),
+    )
+}
+
+TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH}
 
 
 # Models -------------------------------------------------------------------------------------------------------------------
