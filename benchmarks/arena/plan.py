@@ -524,14 +524,42 @@ def one_rule_tuning() -> list[Run]:
 
 
 def one_rule_judging() -> list[Run]:
-    """Four new cells with all arms."""
-    cells = [
+    """The chosen rule where the other arms are in the archive, and four new cells with all arms."""
+    noise, fp8 = {"fault": "noise", "way": "long"}, {"fault": "fp8"}
+    fresh = [Cell(task, Rung(0, "fast"), **noise) for task in PRECISION_TASKS]
+    pretrained = [Cell(TAGGED_LANGUAGE, rung, **fp8) for rung in (FASTER_4, IN_STEP_FASTER)]
+    stale = [
+        *(Cell(task, rung) for task in FORMATS for rung in (FASTER_8, FAST_8)),
+        *(Cell(task, FASTER_32) for task in (*EXACT, *DENSE)),
+        *(Cell(task, FAST_4, fault="garbage") for task in GARBAGE),
+        Cell("triple", FAST_16),
+    ]
+    rounded = [replace(cell, fault="fp8") for cell in PLAIN_CELLS]
+    others = [
+        *(Cell(task, Rung(lag, "fast")) for task in CUT_TASKS for lag in CUT_LAGS),
+        *(Cell(task, Rung(8, rate)) for task in TUNED_TASKS for rate in TUNED_RATES),
+        *(Cell(task, FAST_8, "rloo") for task in ("mirror", "tag_swap")),
+        *(Cell(task, FAST_8, way="several") for task in ("differences", "tag_even")),
+    ]
+    new = [
         Cell(task, rung, fault="noise", way=way)
         for task in FIFTH_TASKS
         for rung, way in ((Rung(0, "fast"), "long"), (FAST_8, "mid"))
     ]
-    arms = ["on_policy", CHOSEN, *NEW_ARMS, *CONTROLS]
-    return lengthened([run for seed in SEEDS for cell in cells for run in runs_of([cell], arms, [seed])])
+    return [
+        run
+        for seed in SEEDS
+        for run in (
+            *lengthened(runs_of(fresh, [CHOSEN], [seed])),
+            *shorter(
+                runs_of(
+                    [*pretrained, Cell(TAGGED_LANGUAGE, FASTER_4), Cell(TAGGED_LANGUAGE, FASTER_8)], [CHOSEN], [seed]
+                )
+            ),
+            *runs_of([*stale, *rounded, *others], [CHOSEN], [seed]),
+            *lengthened(runs_of(new, ["on_policy", CHOSEN, *NEW_ARMS, *CONTROLS], [seed])),
+        )
+    ]
 
 
 STAGES = {
