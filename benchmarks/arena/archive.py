@@ -18,6 +18,8 @@ ARCHIVE = Path(__file__).parent / "runs.jsonl.xz"
 DIGITS = 4
 # Beside what bounds compare: what their conditions read
 CONDITIONS = ["kl", "engine_kl", "engine_k3_kl", "kl_advantage_positive", "staleness_max", "rejected/others"]
+# Of rules that know what rounding does, and the mean of `(r - 1) A` by the sign of the advantage
+OF_RULES = ["rounding", "log_rounding", "signed_positive", "signed_negative"]
 OF_TRL = [
     "step",
     "loss",
@@ -28,7 +30,7 @@ OF_TRL = [
     "completions/mean_length",
     "clip_ratio/region_mean",
 ]
-KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *(bound.key for bound in BOUNDS.values())))}
+KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *OF_RULES, *(bound.key for bound in BOUNDS.values())))}
 
 
 def shortened(record: Mapping[str, Any]) -> dict[str, Any]:

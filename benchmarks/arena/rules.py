@@ -20,6 +20,7 @@ from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 TV = 0.2  # DPPO's
 IPO_EPS = 0.3  # prime-rl's `eps` since August 2026
 FLOOR = 0.001  # of `auto`
+BROKEN = -math.log(FLOOR)  # nats; beyond it a token is broken, and not rounded
 CAP = 3.0  # of `auto`
 MOST = 0.99  # quantile that stands for what rounding alone does
 KEPT = 0.9  # of the moving mean, per step
@@ -180,7 +181,7 @@ def with_rule(trainer_class: type, name: str) -> type:
             ages = self._ages(batch)
             fresh = torch.zeros(len(d), dtype=torch.bool) if ages is None else ages == 0
             seen = Seen(d, logp, batch["advantages"].unsqueeze(1) > 0, valid, fresh.unsqueeze(1), 0.0, 0.0)
-            known = valid & seen.fresh
+            known = valid & seen.fresh & (d.abs() < BROKEN)
             seen = seen._replace(
                 rounding=self._rounding.measure(seen.moved[known].abs()),
                 log_rounding=self._log_rounding.measure(d[known].abs()),
