@@ -365,6 +365,25 @@ def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def one_rule(results: Mapping[str, Any], chosen: str) -> str:
+    """
+    A line per cell in which the chosen rule was trained, next to all other corrections there, of whatever stage: its score, that
+    of the best other one, and how many of its runs fell.
+    """
+    rows = {
+        (row["cell"], row["arm"], row["seed"]): row for found in results.values() for row in found["rows"]
+    }.values()
+    cells, falls = scores(rows), {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    names = ["none", "trl", "trl_preset", "trl_token_truncate", "dppo_tv", "cap3", "cap3_unweighted"]
+    lines = [f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} |", "| --- " * (len(names) + 3) + "|"]
+    for cell in (cell for cell, by_arm in cells.items() if chosen in by_arm):
+        own = cells[cell][chosen]
+        fell = sum(falls[cell, chosen, seed] for seed in own)
+        others = [counted(cells[cell][name]) if name in cells[cell] else "" for name in names]
+        lines.append(f"| {cell} | {counted(own)} | {fell} of {len(own)} | {' | '.join(others)} |")
+    return "\n".join(lines)
+
+
 def pulls(rows: Sequence[Row]) -> str:
     """
     A line per cell and cap, of cells with several seeds of both: what bad tokens with a ratio above 1 do in the second half of

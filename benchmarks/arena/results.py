@@ -10,7 +10,7 @@ from typing import Any
 
 import archive
 import report
-from plan import ARMS, CUT_TASKS, STAGES, Run
+from plan import ARMS, CHOSEN, CUT_TASKS, STAGES, Run
 from seeds import scores, wanted
 
 
@@ -157,6 +157,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     for stage, found in results.items():
         rows = found["rows"]
         parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
+    parts["one_rule"] = report.one_rule(results, CHOSEN)
     return parts
 
 
