@@ -179,3 +179,24 @@ def test_a_sampler_of_unknown_age_is_no_rounding(tmp_path, tiny_model_path):
         trainer = build(*TRAINERS["grpo"], tiny_model_path, folder, sampler=sampler, rollout_allow_rounding=allowed)
         found.append(losses(trainer))
     assert found[0] == found[1]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:The trainer computes in float32")
+def test_compare_measures_it_in_a_dump_as_the_run_did(tmp_path, tiny_model_path, shared_engine):
+    from trl_rollout_corr.tools.analysis.recompute import batch_of, rounding_of
+    from trl_rollout_corr.tools.dump.reading import open_dump
+
+    fields = {
+        "rollout_engine_kwargs": {"dtype": "bfloat16"},
+        "rollout_dump_dir": str(tmp_path / "dump"),
+        "max_steps": 1,
+    }
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **VLLM, **fields, rollout_dump_sampled=64)
+    trainer.train()
+    sequences = open_dump(tmp_path / "dump").sequences
+    of_run = [logged(trainer, f"rounding_{name}")[0] for name in ("tv", "log_ratio")]
+    assert rounding_of(sequences).tolist() == pytest.approx(of_run, rel=0.5)
+    assert batch_of(sequences, sequences.represents).rounding.equal(rounding_of(sequences))
+    sequences.staleness[:] = 8  # old weights
+    assert rounding_of(sequences).tolist() == [0.0, 0.0]

@@ -375,7 +375,10 @@ def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     }.values()
     cells, falls = scores(rows), {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
     names = ["none", "trl", "trl_preset", "trl_token_truncate", "dppo_tv", "cap3", "cap3_unweighted"]
-    lines = [f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} |", "| --- " * (len(names) + 3) + "|"]
+    lines = [
+        f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} |",
+        "| --- " * (len(names) + 3) + "|",
+    ]
     for cell in (cell for cell, by_arm in cells.items() if chosen in by_arm):
         own = cells[cell][chosen]
         fell = sum(falls[cell, chosen, seed] for seed in own)

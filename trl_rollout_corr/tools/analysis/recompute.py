@@ -10,6 +10,7 @@ import torch
 
 from ...correction.compute import RolloutCorrection, compute_rollout_correction
 from ...correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
+from ...correction.rounding import Rounding, measure_rounding
 from ...messages import PREFIX
 from ...settings.resolve import Settings
 from ..dump.sequences import Sequences, pad
@@ -48,6 +49,7 @@ class Batch(NamedTuple):
 
     steps: list[int]  # of the sequences, in order
     blocks: list[Block]
+    rounding: torch.Tensor  # (2,): what rounding does in the sequences of age 0, as a run measures it
 
     @property
     def n_sequences(self) -> int:
@@ -77,7 +79,22 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
         raise ValueError("the dump holds no token of the loss")
     lengths = sequences.sums(of_loss).astype(int)
     blocks = [_block(sequences, of_loss, lengths, chosen) for chosen in _of_like_length(lengths, np.flatnonzero(rows))]
-    return Batch(np.unique(sequences.step[rows]).tolist(), blocks)
+    return Batch(np.unique(sequences.step[rows]).tolist(), blocks, rounding_of(sequences))
+
+
+def rounding_of(sequences: Sequences) -> torch.Tensor:
+    """
+    `(2,)`: what rounding does to a probability and to a log-ratio in the sequences of age 0 that represent their batch;
+    0 without any. A run takes a moving mean of it over its steps.
+    """
+    rounding, fresh = Rounding(), sequences.represents & (sequences.staleness == 0)
+    here = sequences.mask & fresh[sequences.row]
+    if here.any():
+        train, rollout = (torch.from_numpy(x[here])[None] for x in (sequences.train_logps, sequences.rollout_logps))
+        everywhere = torch.ones_like(train, dtype=torch.bool)
+        rounding.add(measure_rounding(train, rollout, everywhere, everywhere[:, 0]))
+        rounding.settle(lambda histograms: histograms)
+    return rounding.used(torch.zeros(1))
 
 
 def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -110,7 +127,8 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
     """
     here = sequences.slice(row)
     of_loss = sequences.mask[here]
-    (block,) = batch_of(sequences, np.arange(len(sequences)) == row).blocks
+    batch = batch_of(sequences, np.arange(len(sequences)) == row)
+    (block,) = batch.blocks
     found = {}
     for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
         alone = replace(settings, rollout_is=None, rollout_rs=[name], rollout_rs_threshold=[threshold])
@@ -121,6 +139,7 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
             alone,
             advantages=block.advantages[:, 0],
             turn_ids=block.turn,
+            rounding=batch.rounding,
         )
         rejected = np.zeros(len(of_loss), bool)
         valid = block.tokens(neutralize=alone.rollout_nan_policy == "neutralize").valid.bool()
@@ -181,6 +200,7 @@ def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
                 settings,
                 advantages=block.advantages[:, 0],
                 turn_ids=block.turn,
+                rounding=batch.rounding,
                 sum_over_ranks=sum_over_blocks,
             )
             for block in batch.blocks
