@@ -259,8 +259,8 @@ CAUSES: dict[str, Cause] = {
     "quantised": Cause(
         "a quantised sampler",
         Test(precision.quantised, 0.0, 1.0),
-        "`auto` corrects for it: this gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 with FP8 and "
-        "INT8, depending on the model; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value "
+        "`auto` corrects for it: this gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 with FP8 "
+        "and INT8, depending on the model; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value "
         "cache in 16 bits.",
         correction="any",
     ),
