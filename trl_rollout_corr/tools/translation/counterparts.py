@@ -28,8 +28,8 @@ _LOGPROBS_MODE = (
     "another mode, ratios of verl are off wherever the temperature is not 1 or tokens are cut"
 )
 _QUANTISED = (
-    "write `rollout_engine_kwargs: {quantization: fp8}` for a sampler of 8 bits (`trl-rollout-corr docs models#8-bit-samplers`). "
-    "verl's fp8 has one scale for each block of weights, which vLLM calls `fp8_per_block`"
+    "write `rollout_engine_kwargs: {quantization: fp8}` for a sampler of 8 bits (`trl-rollout-corr docs "
+    "models#8-bit-samplers`). verl's fp8 has one scale for each block of weights, which vLLM calls `fp8_per_block`"
 )
 _ENGINE = "write arguments of vLLM's engine into `rollout_engine_kwargs`, such as `{kv_cache_dtype: fp8}`"
 _OF_SAMPLER = "a setting of the sampler that changes what is sampled, or its log-probabilities, changes every ratio"
