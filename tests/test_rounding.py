@@ -66,6 +66,21 @@ def test_the_split_over_micro_batches_and_ranks_changes_nothing():
     torch.testing.assert_close(whole.value, parts.value)
 
 
+def test_the_first_step_uses_what_it_has_seen_and_later_ones_forget_its_order():
+    parts, whole = Rounding(), Rounding()
+    parts.add(counts(0.01))
+    assert not parts.is_settled
+    parts.preview(alone)
+    torch.testing.assert_close(parts.value, torch.stack([quantile(x) for x in counts(0.01)]))
+    parts.add(counts(0.05, seed=1))
+    parts.preview(alone)
+    whole.add(counts(0.01) + counts(0.05, seed=1))
+    for rounding in (parts, whole):
+        rounding.settle(alone)
+        assert rounding.is_settled
+    torch.testing.assert_close(parts.value, whole.value)
+
+
 def test_it_follows_what_rounding_becomes_but_not_without_limit():
     """The weights of a sampler to which no push arrives drift away, although it announces that they are the newest."""
     rounding = Rounding()

@@ -168,6 +168,11 @@ def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
             "rollout_is": "token",
             "sampler": {"noise": 3.0, "break_on_rank": 0 if ranks == 1 else None},
         },
+        "rounding": {
+            **{name: value for name, value in common.items() if name not in FEW},
+            "rollout_correction": "auto",
+            "sampler": {"noise": 0.3, "announce": True},
+        },
         "training": {
             **common,
             "learning_rate": 1e-4,
@@ -231,6 +236,19 @@ def test_metrics_of_several_ranks_are_those_of_one(one_rank, several, case, mode
         assert_reports_equal(reports(rank, prefix), expected)
 
 
+@several_ranks
+def test_all_ranks_use_one_number_for_what_rounding_does(one_rank, several, ranks):
+    keys = [f"{PREFIX}rounding_tv", f"{PREFIX}rounding_log_ratio"]
+
+    def used(result: dict) -> list[float]:
+        return [report[key] for report in reports(result, PREFIX)[1:] for key in keys]  # the first step cannot wait
+
+    expected = used(one_rank["rounding"][0])
+    assert min(expected) > 0.01
+    for rank in several["rounding"]:
+        assert used(rank) == pytest.approx(expected, rel=2e-5)
+
+
 @pytest.mark.seam
 @several_ranks
 def test_losses_of_several_ranks_are_those_of_one(one_rank, several):
@@ -274,6 +292,7 @@ COLLECTIVES = {
     "measured": {**_SHORT, "rollout_correction": "disabled"},
     "watched": {**_SHORT, "rollout_correction": "disabled", "rollout_monitor": "warn"},
     "corrected": {**_SHORT, **FEW},
+    "auto": {**_SHORT, "rollout_correction": "auto"},
     "bypass": {**_SHORT, "rollout_correction": "bypass_pg_geo_rs_token_tis", "rollout_rs_threshold": 1.5},
     "normalised": {**_SHORT, "rollout_is_batch_normalize": True, "rollout_rs_renormalize": True, **FEW},
     "normalised in bypass": {**_SHORT, "rollout_correction": "bypass_pg_is", "rollout_is_batch_normalize": True},
@@ -289,6 +308,7 @@ def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(
         "measured": logs,
         "watched": 1 + steps,
         "corrected": logs,
+        "auto": logs + 2 + steps - 1,  # what rounding does: each micro-batch of the first step, then once a step
         "bypass": logs,
         "normalised": logs + generations,
         "normalised in bypass": logs + micro_batches,

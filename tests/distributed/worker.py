@@ -46,6 +46,7 @@ class SameOnAnyNumberOfRanks(StaleSampler):
         break_on_rank: int | None = None,
         reject_on_rank: int | None = None,
         lose_machine: dict | None = None,
+        announce: bool = False,
         **kwargs,
     ):
         # with efficient loading, every rank but the first gets empty weights and waits for the trainer to fill them
@@ -53,10 +54,12 @@ class SameOnAnyNumberOfRanks(StaleSampler):
             patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
             super().__init__(model_path, **kwargs)
         self.break_on_rank, self.reject_on_rank = break_on_rank, reject_on_rank
-        self.lose_machine = lose_machine
+        self.lose_machine, self.announce = lose_machine, announce
 
     def __call__(self, prompts, trainer) -> dict:
         rank, step = trainer.accelerator.process_index, trainer.state.global_step
+        if self.announce:  # the newest weights, whose log-probabilities are off by the noise alone
+            trainer.rollout_step = step
         if self.lose_machine and (rank, step) == (self.lose_machine["rank"], self.lose_machine["step"]):
             lose_this_machine(self.lose_machine["how"])
         parts = [

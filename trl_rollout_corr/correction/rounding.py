@@ -91,9 +91,8 @@ def _count_rows(tokens: Tokens) -> torch.Tensor:
 
 class Rounding:
     """
-    Moving mean of what rounding alone does, on the device: `value`, `(2,)`, is the size of a
-    difference of probabilities, and in nats of a log-ratio. It is 0 until completions of equal
-    weights were seen.
+    Moving mean of what rounding alone does, on the device: `value`, `(2,)`, is the size of a difference of probabilities,
+    and in nats of a log-ratio. It is unknown until completions of equal weights were seen.
 
     Histograms of this rank wait in `add` until `settle`, so that all ranks use one number.
     """
@@ -103,24 +102,37 @@ class Rounding:
         self._first: torch.Tensor | None = None
         self._waiting: torch.Tensor | None = None
 
+    @property
+    def is_settled(self) -> bool:
+        """`True` from the first `settle` on that found something waiting."""
+        return self._first is not None
+
     def add(self, histograms: torch.Tensor) -> None:
         """Add histograms of [`measure_rounding`]."""
         self._waiting = histograms if self._waiting is None else self._waiting + histograms
 
+    def preview(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Use what waits so far on all ranks, until it is settled. All ranks must call it equally often."""
+        assert self._waiting is not None
+        self.value = self._measured(sum_over_ranks(self._waiting))
+
     def settle(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move the mean by what waits on all ranks. All of them must call it equally often."""
+        """Move the mean by what waits on all ranks. All ranks must call it equally often."""
         if self._waiting is None:
             return
-        histograms, self._waiting = sum_over_ranks(self._waiting), None
-        now = torch.stack([quantile(histogram) for histogram in histograms])
-        if self.value is None or self._first is None:
-            self.value = self._first = torch.full_like(now, torch.nan)
-        first = torch.where(self._first.isnan(), now, self._first)
+        now, self._waiting = self._measured(sum_over_ranks(self._waiting)), None
+        if self._first is None or self.value is None:
+            self._first = self.value = torch.full_like(now, torch.nan)
+        self._first = torch.where(self._first.isnan(), now, self._first)
         moved = torch.where(self.value.isnan(), now, KEPT * self.value + (1.0 - KEPT) * now)
-        bounded = torch.minimum(moved, GROWTH * first)
-        bounded[0].clamp_(max=WIDEST)
+        bounded = torch.minimum(moved, GROWTH * self._first)
         self.value = torch.where(now.isnan(), self.value, bounded)
-        self._first = first
+
+    @staticmethod
+    def _measured(histograms: torch.Tensor) -> torch.Tensor:
+        sizes = torch.stack([quantile(histogram) for histogram in histograms])
+        sizes[0].clamp_(max=WIDEST)
+        return sizes
 
     def used(self, like: torch.Tensor) -> torch.Tensor:
         """The value, `(2,)`, on the device of a tensor, with 0 for what is unknown."""

@@ -194,22 +194,19 @@ class CorrectsBatches(_Host):
 
     def _measure_rounding(self, train_logps: torch.Tensor, batch: dict[str, Any], from_old: bool) -> None:
         """
-        Count what rounding alone does in completions of equal weights. All ranks use what all of
-        them counted up to the optimizer step before, and in the first step what its first
-        micro-batch holds.
+        Count what rounding alone does in completions of equal weights. All ranks use what all of them counted up to the
+        optimizer step before, and in the first step what its micro-batches have shown so far.
         """
         if not self._settings.measures_rounding or not self.model.training:
             return
-        first = self._rounding.value is None
-        if self.state.global_step != self._rounding_step and not first:
+        if self.state.global_step != self._rounding_step:
             self._rounding.settle(self._sum_over_ranks)
-        self._rounding_step = self.state.global_step
-        mask = self._loss_mask(batch)
-        fresh = self._sampled_with_equal_weights(batch, from_old)
-        counts = fresh if fresh is not None else mask.new_zeros(mask.shape[0], dtype=torch.bool)
-        self._rounding.add(measure_rounding(train_logps, batch[ROLLOUT_LOGPS], mask, counts))
-        if first:
-            self._rounding.settle(self._sum_over_ranks)
+            self._rounding_step = self.state.global_step
+        mask, fresh = self._loss_mask(batch), self._sampled_with_equal_weights(batch, from_old)
+        counted = mask.new_zeros(len(mask), dtype=torch.bool) if fresh is None else fresh
+        self._rounding.add(measure_rounding(train_logps, batch[ROLLOUT_LOGPS], mask, counted))
+        if not self._rounding.is_settled:
+            self._rounding.preview(self._sum_over_ranks)
 
     def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         """
