@@ -2,7 +2,7 @@
 Figures in documents are those of the results files.
 
 Tables of `benchmarks/**/README.md` are made by the benchmark, of its results file. A figure elsewhere is a cell of such a
-table. For README, the manual and `benchmarks/arena/EVIDENCE.md`, `tests/figures.yaml` says which. On other pages of
+table. For README, the manual and some pages of benchmarks, `tests/figures.yaml` says which. On other pages of
 benchmarks, a comment behind the figure does: `0.29<!-- = exact#bias: auto; s from 0.1 -->`. Both name a cell in the same way:
 the row `auto` and the column `s from 0.1` of the section `bias` of `benchmarks/exact/README.md`, rounded as in the document.
 `.` is `benchmarks/README.md`, `arena.RESULTS` is `benchmarks/arena/RESULTS.md`; several cells in front name a row together,
