@@ -1,8 +1,12 @@
 """Pushes of an adapter: they send base and adapter together, and leave the base as it is."""
 
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, messages, saying
@@ -46,6 +50,20 @@ def pushed(model) -> dict[str, torch.Tensor]:
     return weights
 
 
+@contextmanager
+def merging_itself(model):
+    """The layers that PEFT merges one after another into the base of the model."""
+    merges, layers = [], [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    merge_adapter = type(model.base_model).merge_adapter
+
+    def noted(self, *args, **kwargs):
+        merge_adapter(self, *args, **kwargs)
+        merges.extend(layer for layer in layers if layer.merged)
+
+    with patch.object(type(model.base_model), "merge_adapter", noted):
+        yield merges
+
+
 def state(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -63,10 +81,10 @@ def test_what_is_pushed_is_what_peft_merges_rounded_once(tiny_model_path, tied_m
     precise = adapted(path, torch.float32, **KINDS[kind])
     expected = pushed(adapted(path, torch.float32, **KINDS[kind]))
     before = state(precise)
-    with leaving_base_alone(precise) as alone:
+    with leaving_base_alone(precise), merging_itself(precise) as merges:
         found = pushed(precise)
-        assert alone
         assert next(precise.named_parameters())[1] is next(precise.parameters())
+    assert not merges
     assert same(state(precise), before)
     assert not any(getattr(module, "merged", False) for module in precise.modules())
     assert found.keys() == expected.keys()
@@ -96,9 +114,9 @@ def test_experts_are_merged_too(tmp_path):
     path = build_tiny_model(tmp_path / "experts", experts=4)
     model, expected = (adapted(path, torch.float32, **EXPERTS) for _ in range(2))
     before = state(model)
-    with leaving_base_alone(model) as alone:
+    with leaving_base_alone(model), merging_itself(model) as merges:
         found = pushed(model)
-    assert alone
+    assert not merges
     assert same(found, pushed(expected))
     assert same(state(model), before)
     assert sum(not torch.equal(x, before[name]) for name, x in found.items() if ".experts." in name) == 4
@@ -109,10 +127,11 @@ def test_a_layer_that_cannot_be_copied_is_merged_by_trl(tiny_model_path):
     for refused in ({"fsdp_version": 1}, {}):
         if not refused:
             model.merge_adapter()  # by the user
-        with leaving_base_alone(model, **refused) as alone:
-            assert not alone
-    with leaving_base_alone(load_model(tiny_model_path)) as alone:
-        assert not alone
+        with leaving_base_alone(model, **refused), merging_itself(model) as merges:
+            pushed(model)
+        assert merges
+    with leaving_base_alone(load_model(tiny_model_path)):
+        pass
 
 
 def test_a_packed_base_with_a_server_is_refused(tiny_model_path):
@@ -147,9 +166,7 @@ def frozen(trainer) -> dict[str, torch.Tensor]:
 
 def merging_as_trl(monkeypatch):
     """Pushes with TRL's own merge."""
-    from contextlib import nullcontext
-
-    monkeypatch.setattr("trl_rollout_corr.tools.arrival.adapters.leaving_base_alone", lambda *args: nullcontext(False))
+    monkeypatch.setattr("trl_rollout_corr.tools.arrival.adapters.leaving_base_alone", lambda *args: nullcontext())
 
 
 @pytest.mark.seam

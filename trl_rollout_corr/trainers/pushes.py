@@ -168,14 +168,19 @@ class PushesToVLLM(Pushes):
     def push(self, *args: Any, **kwargs: Any) -> None:
         """Push weights with TRL's `sync_weights`, or through vLLM's reload where that fails."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
+        before = trainer.rollout_step
         trainer.rollout_step = trainer.state.global_step  # a sampler with older weights sets it during the push
-        with (
-            self.checking(),
-            self.leaving_base_alone(generation.model),
-            sending(generation, "_iter_named_params", self._sent),
-        ):
-            self._sync_weights(*args, **kwargs)
-            forget_images(generation)
+        try:
+            with (
+                self.checking(),
+                self.leaving_base_alone(generation.model),
+                sending(generation, "_iter_named_params", self._sent),
+            ):
+                self._sync_weights(*args, **kwargs)
+                forget_images(generation)
+        except BaseException:
+            trainer.rollout_step = before
+            raise
 
     def _sent(self, weights: Weights) -> Weights:
         """Weights that TRL still has to send."""

@@ -6,7 +6,7 @@ that changes the base a little at every push. Here PEFT merges each layer into a
 which is rounded once and sent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,39 +20,46 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def leaving_base_alone(model: Any, fsdp_version: int | None = None) -> Iterator[bool]:
+def leaving_base_alone(model: Any, fsdp_version: int | None = None) -> Iterator[None]:
     """
-    Context of a push in which `merge_adapter` of a PEFT model changes no weight. Until
-    `unmerge_adapter`, `named_parameters` returns the merged weights instead. Yields True if that
-    works; otherwise TRL merges.
+    Context of a push in which `merge_adapter` of a PEFT model changes no weight. Until `unmerge_adapter`,
+    `named_parameters` returns the merged weights instead.
+
+    PEFT merges as TRL asks where a merge is more than an addition to parameters of the base
+    ([`merges_into_parameters`]). An exception in the context leaves no layer merged either way.
     """
     layers = _layers_with_adapters(model)
     # FSDP1 flattens parameters, and its modules are read without asking the model
-    if not layers or fsdp_version == 1 or not all(map(_can_be_copied, layers)):
-        yield False
-        return
+    copies = bool(layers) and fsdp_version != 1 and all(map(_can_be_copied, layers))
     merged: MergedWeights | None = None
-    named_parameters = model.named_parameters
+    named_parameters, merge, unmerge = (
+        getattr(model, name, None) for name in ("named_parameters", "merge_adapter", "unmerge_adapter")
+    )
 
     def merge_adapter(*args: Any, **kwargs: Any) -> None:
         nonlocal merged
         model.base_model._check_merge_allowed()
-        merged = MergedWeights(layers)
+        if all(map(merges_into_parameters, _one_of_each_kind(layers))):
+            merged = MergedWeights(layers)
+        else:
+            merge(*args, **kwargs)
 
     def unmerge_adapter() -> None:
         nonlocal merged
+        if merged is None:
+            unmerge()
         merged = None
 
     def named_merged_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in named_parameters(*args, **kwargs):
             yield name, parameter if merged is None else merged[parameter]
 
-    with (
-        patch.object(model, "merge_adapter", merge_adapter),
-        patch.object(model, "unmerge_adapter", unmerge_adapter),
-        patch.object(model, "named_parameters", named_merged_parameters),
-    ):
-        yield True
+    with _unmerging_after_failure(layers), ExitStack() as replaced:
+        if copies:
+            replaced.enter_context(patch.object(model, "merge_adapter", merge_adapter))
+            replaced.enter_context(patch.object(model, "unmerge_adapter", unmerge_adapter))
+            replaced.enter_context(patch.object(model, "named_parameters", named_merged_parameters))
+        yield
 
 
 def _layers_with_adapters(model: Any) -> list[Any]:
@@ -64,10 +71,25 @@ def _layers_with_adapters(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
+@contextmanager
+def _unmerging_after_failure(layers: list[Any]) -> Iterator[None]:
+    """Context that unmerges, after an exception, the layers that PEFT has merged in it."""
+    separate = [layer for layer in layers if not layer.merged]
+    try:
+        yield
+    except BaseException:
+        from peft.tuners.tuners_utils import onload_layer
+
+        for layer in separate:
+            if layer.merged:
+                with onload_layer(layer):
+                    layer.unmerge()
+        raise
+
+
 def _can_be_copied(layer: Any) -> bool:
     """
-    True if a merge changes only parameters of the base layer itself, in a type and a place to
-    compute with.
+    True if the base layer itself has all of its parameters, in a type and a place to compute with.
     """
     base = layer.get_base_layer()
     own = [*base.parameters(recurse=False)]
@@ -78,6 +100,27 @@ def _can_be_copied(layer: Any) -> bool:
     )
 
 
+def _one_of_each_kind(layers: list[Any]) -> Iterable[Any]:
+    """A layer of each kind: what its merge does depends on its class, and on the parameters of its base."""
+
+    def kind(layer: Any) -> tuple[Any, ...]:
+        base = layer.get_base_layer()
+        return type(layer), type(base), *(name for name, p in base._parameters.items() if p is not None)
+
+    return {kind(layer): layer for layer in layers}.values()
+
+
+def merges_into_parameters(layer: Any) -> bool:
+    """
+    True if a merge of a layer changes only the values of parameters of its base. A merge may also put another
+    module in the place of the base, as in LN tuning, or give the base another parameter.
+    """
+    base = layer.get_base_layer()
+    names = [*base._parameters]
+    with _merged_into_copies([layer]):
+        return layer.get_base_layer() is base and [*base._parameters] == names
+
+
 class MergedWeights:
     """
     Weights of a base model with its active adapters merged, by parameter of the base. They are
@@ -85,9 +128,8 @@ class MergedWeights:
     """
 
     def __init__(self, layers: list[Any]) -> None:
-        self._layers: dict[
-            int, list[Any]
-        ] = {}  # by parameter of their base; several for a tied weight and for experts
+        # by parameter of their base; several for a tied weight and for experts
+        self._layers: dict[int, list[Any]] = {}
         for layer in layers:
             for parameter in layer.get_base_layer().parameters(recurse=False):
                 self._layers.setdefault(id(parameter), []).append(layer)
@@ -103,60 +145,83 @@ class MergedWeights:
         return self._made.pop(id(parameter))
 
 
-@torch.no_grad()
 def _merge(layers: list[Any]) -> dict[int, torch.Tensor]:
     """
     Merged weights of layers that share a parameter, by the identity of the parameter in the base.
     """
-    copies: dict[int, tuple[torch.Tensor, Parameter]] = {}
+    bases = [layer.get_base_layer() for layer in layers]
+    own = [(base, name, p) for base in bases for name, p in base._parameters.items() if p is not None]
+    with _merged_into_copies(layers):
+        return {id(p): base._parameters[name].detach().to(p.dtype, copy=True) for base, name, p in own}
+
+
+@contextmanager
+@torch.no_grad()
+def _merged_into_copies(layers: list[Any]) -> Iterator[None]:
+    """
+    Context in which layers are merged into copies of their base in float32 or wider. The layers are as before
+    afterwards: nothing is unmerged, because not every tuner can, and an unmerged weight is rounded.
+    """
+    copies: dict[int, Parameter] = {}
 
     def copy(parameter: torch.Tensor) -> Parameter:
         if id(parameter) not in copies:
             precise = torch.promote_types(parameter.dtype, torch.float32)
-            copied = Parameter(parameter.detach().to(precise, copy=True), requires_grad=False)
-            copies[id(parameter)] = parameter, copied
-        return copies[id(parameter)][1]
+            copies[id(parameter)] = Parameter(parameter.detach().to(precise, copy=True), requires_grad=False)
+        return copies[id(parameter)]
 
     def precise(parameter: torch.Tensor) -> torch.Tensor:
-        return (
-            Parameter(parameter.detach().float(), requires_grad=False) if parameter.dtype in FLOATS[2:] else parameter
-        )
+        half = parameter.dtype in FLOATS[2:]
+        return Parameter(parameter.detach().float(), requires_grad=False) if half else parameter
 
-    with ExitStack() as replaced:
+    with ExitStack() as kept:
+        for module in {id(module): module for layer in layers for module in layer.modules()}.values():
+            kept.enter_context(_as_before(module))
         for base in {id(base): base for base in (layer.get_base_layer() for layer in layers)}.values():
-            replaced.enter_context(_with_parameters(base, copy))
+            _change_parameters(base, copy)
         for layer in layers:
             parts = [child for name, child in layer.named_children() if name != "base_layer"]
             for part in (module for child in parts for module in child.modules()):
-                replaced.enter_context(_with_parameters(part, precise))
+                _change_parameters(part, precise)
         for layer in layers:
             layer.merge()
-        merged = {key: copied.detach().to(of.dtype, copy=True) for key, (of, copied) in copies.items()}
-        for layer in reversed(layers):
-            if layer.merged:
-                _forget_merge(layer)
-    return merged
+        yield
 
 
-def _forget_merge(layer: Any) -> None:
-    """Let PEFT forget that a layer was merged, into copies that nobody needs any more."""
-    from peft.tuners.lora import Linear
-
-    if type(layer) is Linear and not getattr(layer, "lora_variant", True):
-        layer.merged_adapters.clear()  # taking the adapter away from the copies takes as long as the merge
-    else:
-        layer.unmerge()  # which forgets what a variant, such as DoRA, keeps
+def _change_parameters(module: Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace a module's own parameters."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = change(parameter)  # type: ignore[assignment]  # it works as a parameter
 
 
 @contextmanager
-def _with_parameters(module: Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Context in which a module's own parameters are replaced."""
-    before = dict(module._parameters)
+def _as_before(module: Module) -> Iterator[None]:
+    """
+    Context that gives a module its attributes back: parameters and modules, and what PEFT notes of a merge in flags,
+    lists and dictionaries.
+    """
+    attributes = dict(vars(module))
+    contents = {name: x.copy() for name, x in attributes.items() if isinstance(x, dict | list | set)}
     try:
-        for name, parameter in before.items():
-            if parameter is not None:
-                module._parameters[name] = change(parameter)  # type: ignore[assignment]  # it works as a parameter
         yield
     finally:
-        for name, parameter in before.items():
-            module._parameters[name] = parameter
+        _restore(vars(module), attributes)
+        for name, content in contents.items():
+            _restore(attributes[name], content)
+
+
+def _restore(container: Any, content: Any) -> None:
+    """
+    Give a dictionary, a list or a set its content back. A dictionary with the same keys keeps its size all along,
+    because TRL iterates over parameters meanwhile.
+    """
+    if isinstance(container, dict):
+        for key in [key for key in container if key not in content]:
+            del container[key]
+        container.update(content)
+    elif isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
