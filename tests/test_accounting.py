@@ -4,6 +4,7 @@ import math
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,8 +61,9 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     rows = {name: tensor.tolist() for name, tensor in batch.items()}
     shares, gaps, rewards = {}, {}, {"kept": [], "rejected": []}
     for i, valid in enumerate(rows["valid"]):
-        advantage, reward, turns = rows["advantages"][i], rows["rewards"][i], rows["turns"][i]
+        advantages, reward, turns = rows["advantages"][i], rows["rewards"][i], rows["turns"][i]
         for t in [t for t, counts in enumerate(valid) if counts]:
+            advantage = advantages[t] if isinstance(advantages, list) else advantages
             keep, removed = rows["keep"][i][t], max(0.0, 1 - rows["coefficients"][i][t])
             if advantage:
                 sign = "positive" if advantage > 0 else "negative"
@@ -76,7 +78,7 @@ def by_loops(batch: dict[str, torch.Tensor]) -> dict[str, float]:
             rewards["kept" if any(rows["keep"][i]) else "rejected"].append(reward)
     means = {f"{name}/reward_mean": values for name, values in rewards.items()}
     means["reward_mean"] = [*rewards["kept"], *rewards["rejected"]]
-    idle = [not a for a, valid in zip(rows["advantages"], rows["valid"], strict=True) if any(valid)]
+    idle = [not np.any(a) for a, valid in zip(rows["advantages"], rows["valid"], strict=True) if any(valid)]
     means["zero_advantage_fraction"] = idle
     return {key: sum(values) / len(values) for key, values in (shares | gaps | means).items()}
 
@@ -101,10 +103,40 @@ def test_groups_do_not_depend_on_how_a_batch_is_split():
         torch.testing.assert_close(first.vector, whole.vector, rtol=1e-6, atol=1e-5)
 
 
-def test_advantages_per_token_count_by_their_sum():
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_with_an_advantage_of_its_own_counts_by_its_sign(seed):
+    batch = random_batch(seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(-1, 2, batch["valid"].shape, generator=generator).float()
+    signs[::7] = 0.0
+    batch["advantages"] = signs
+    assert finish(add_up_groups(**batch)) == pytest.approx(by_loops(batch), rel=1e-5, abs=1e-7)
+
+
+def test_advantages_per_token_that_are_those_of_their_row_count_like_them():
     batch = random_batch()
     per_token = {**batch, "advantages": batch["advantages"][:, None] * batch["valid"]}
-    assert finish(add_up_groups(**per_token)) == finish(add_up_groups(**batch))
+    assert finish(add_up_groups(**per_token)) == pytest.approx(finish(add_up_groups(**batch)), rel=1e-6)
+
+
+@pytest.mark.parametrize("first", [-1.0, 1.0])
+def test_a_run_with_advantages_per_token_tells_their_signs_apart(make, first):
+    """With weights that are 1 where the advantage is positive, wherever such a token stands in a completion."""
+    bounds = {"rollout_is": "token", "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]], "rollout_is_clamp": True}
+    trainer = make(**bounds, max_steps=1)
+    score = trainer._generate_and_score_completions
+
+    def with_two_signs(inputs):
+        output = score(inputs)
+        places = torch.arange(output["completion_ids"].shape[1])
+        output["advantages"] = torch.where(places % 2 == 0, first, -2 * first).expand(output["completion_ids"].shape)
+        return output
+
+    trainer._generate_and_score_completions = with_two_signs
+    losses(trainer)
+    (entry,) = entries(trainer)
+    assert entry["downweighted/advantage_positive"] == 0.0
+    assert entry["downweighted/advantage_negative"] > 0.01
 
 
 @pytest.fixture

@@ -71,16 +71,18 @@ def add_up_groups(
     and the gap by turn. A kept token counts `max(0, 1 - coefficient)` as removed. No host
     synchronisation, no collective.
     """
-    by_row = _by_row(valid, keep, coefficients)
+    of_token = advantages.dim() == 2  # each token has a sign of its own
+    by_row, by_sign = _add_up(valid, keep, coefficients, advantages if of_token else None)
+    if not of_token:
+        by_sign = torch.stack([(by_row * chosen.unsqueeze(1)).sum(0) for chosen in (advantages > 0, advantages < 0)])
     lengths = by_row[:, 0]
-    total = (advantages if advantages.dim() == 1 else advantages.sum(1)).unsqueeze(1)
     rewards, counted = rewards.to(lengths.dtype), lengths.sign()
     scored, rewards = rewards.isfinite() * counted, rewards.nan_to_num(0.0)
     keeps_none = by_row[:, 1] >= lengths
-    idle = advantages == 0 if advantages.dim() == 1 else (advantages == 0).all(1)
+    idle = (advantages == 0).all(1) if of_token else advantages == 0
     of_reward = torch.stack([scored, scored * rewards], 1)
     segments = {
-        "sign": torch.stack([(by_row * chosen).sum(0) for chosen in (total > 0, total < 0)]),
+        "sign": by_sign,
         "advantage": torch.stack([counted.sum(), (counted * idle).sum()]),
         "mean_reward": torch.stack([(of_reward * chosen.unsqueeze(1)).sum(0) for chosen in (~keeps_none, keeps_none)]),
     }
@@ -98,13 +100,23 @@ def _by_turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return torch.stack([(x * chosen).sum() for chosen in (~later, later & last, later & (turns > before))])
 
 
-def _by_row(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Sums of the measures over each row, `(B, 3)`."""
-    by_row = [
-        torch.stack([x.sum(1) for x in _measures(valid[rows], keep[rows], coefficients[rows])], 1)
-        for rows in row_blocks(valid)
-    ]
-    return torch.cat(by_row).to(accumulation_dtype(valid.device))
+def _add_up(
+    valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor, advantages: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Sums of the measures over each row, `(B, 3)`, and over the tokens with a positive and with a negative advantage of
+    their own, `(2, 3)`; zeros without `advantages`, `(B, T)`.
+    """
+    dtype = accumulation_dtype(valid.device)
+    by_row, by_sign = [], coefficients.new_zeros(2, len(_MEASURES), dtype=dtype)
+    for rows in row_blocks(valid):
+        of_block, signs = [], () if advantages is None else (advantages[rows] > 0, advantages[rows] < 0)
+        for i, measure in enumerate(_measures(valid[rows], keep[rows], coefficients[rows])):
+            of_block.append(measure.sum(1))
+            for j, chosen in enumerate(signs):
+                by_sign[j, i] += (measure * chosen).sum(dtype=dtype)
+        by_row.append(torch.stack(of_block, 1))
+    return torch.cat(by_row).to(dtype), by_sign
 
 
 def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
