@@ -6,9 +6,21 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.training import TRAINERS, VLLM, BrokenSampler, build, logged, losses, micro_batches, saying
+from tests.training import (
+    TRAINERS,
+    VLLM,
+    BrokenSampler,
+    build,
+    freeze_sampler,
+    logged,
+    losses,
+    micro_batches,
+    push_by_reload,
+    saying,
+)
 
 
 @pytest.fixture
@@ -207,26 +219,51 @@ def test_minus_infinity_of_a_server_is_no_number(kind, tiny_model_path, tmp_path
         trainer.train()
 
 
+MODES = {
+    "token_truncate": {"mode": "token_truncate", "clip_max": 1.2},
+    "token_mask": {"mode": "token_mask", "clip_max": 1.2},
+    "sequence_truncate": {"mode": "sequence_truncate", "clip_max": 1.5},
+    "sequence_mask": {"mode": "sequence_mask", "clip_max": 1.5},
+    "off": {"correction": False},
+}
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("value", [-9999.0, -math.inf, None])
-def test_a_token_without_a_log_probability_keeps_the_metrics_of_trl_finite(
-    tiny_model_path, tmp_path, shared_engine, monkeypatch, caplog, value
-):
-    """TRL takes the ratio of NaN as 1, and so does the record of the run; the monitor tells the user."""
+@pytest.mark.parametrize("mode", MODES)
+def test_trl_keeps_its_loss_where_a_log_probability_is_no_number(make_broken, mode, caplog):
+    """Loss, gradient and weights are TRL's bit for bit, and TRL's metrics and ours are finite."""
+    fields = {f"vllm_importance_sampling_{name}": x for name, x in MODES[mode].items()}
+    fields |= {"off_policy_mask_threshold": 0.5} if mode == "off" else {}
+    theirs = make_broken(GRPOTrainer, GRPOConfig, **fields)
+    ours = make_broken(*TRAINERS["grpo"], rollout_correction="trl", rollout_monitor="warn", **fields)
+    expected = losses(theirs)
+    with saying(caplog, "came without a finite log-probability"):
+        assert losses(ours) == expected
+    assert min(gradient for _, gradient in expected) > 0
+    weights = dict(theirs.model.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in ours.model.named_parameters())
+    assert 0 < logged(ours, "nonfinite_fraction")[0] < 0.5
+    assert all(math.isfinite(x) for entry in ours.state.log_history for x in entry.values() if isinstance(x, float))
+    if mode != "off":
+        assert not math.isfinite(theirs.state.log_history[0]["sampling/sampling_logp_difference/max"])
+
+
+@pytest.fixture
+def make_broken(tiny_model_path, tmp_path, shared_engine, monkeypatch):
+    """Trainers of a vLLM with weights of its own, which returns minus infinity, -9999 and NaN for a token each."""
     generate = VLLMGeneration.generate
 
     def served(self, *args, **kwargs):
         prompt_ids, completion_ids, logprobs, *others = generate(self, *args, **kwargs)
-        logprobs[0][0] = [value]
+        for row, value in enumerate((-math.inf, -9999.0, None)):
+            logprobs[row][0] = [value]
         return prompt_ids, completion_ids, logprobs, *others
 
+    def make(*trainer, **fields):
+        trainer = build(*trainer, tiny_model_path, tmp_path, **{**VLLM, "max_steps": 2, **fields})
+        push_by_reload(trainer.vllm_generation)
+        freeze_sampler(trainer, 0.1)
+        return trainer
+
     monkeypatch.setattr(VLLMGeneration, "generate", served)
-    fields = {**VLLM, "max_steps": 1, "rollout_correction": "trl", "vllm_importance_sampling_mode": "token_truncate"}
-    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, **fields, rollout_monitor="warn")
-    with saying(caplog, "came without a finite log-probability"):
-        trainer.train()
-    of_trl = {name: x for entry in trainer.state.log_history for name, x in entry.items() if "sampling/" in name}
-    assert of_trl["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=0.01)
-    assert 0 <= of_trl["sampling/sampling_logp_difference/max"] < 0.01
-    assert all(map(math.isfinite, of_trl.values()))
-    assert 0 < logged(trainer, "nonfinite_fraction")[0] < 0.5
+    return make

@@ -14,10 +14,13 @@ from ..settings.config import RolloutCorrectionConfig
 from .batches import TAGS
 from .completions import checking, read_logprobs
 from .forward_pass import Generation
-from .keys import OLD_LOGPS
+from .keys import OLD_LOGPS, ROLLOUT_LOGPS
 from .mixin import RolloutCorrectionMixin
 from .trl_checks import CHECKS_OF_GRPO, ReadByTrainer, check_loss_type
 from .trl_interface import with_parameters_of
+
+
+DIFFERENCE = "sampling/sampling_logp_difference"  # TRL's metrics of its own correction
 
 
 @dataclass
@@ -112,10 +115,29 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         generation.tool_mask = tool_mask
         of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
         generation.turn_ids = of_function.get("turn_ids")
-        of_trl = generation.logprobs
-        if self._settings.by_trl:  # TRL ignores NaN, but minus infinity would make its metrics infinite
-            of_trl = [[x if math.isfinite(x) else math.nan for x in row] for row in of_trl]
+        # TRL gets what the sampler returned, because its own correction bounds the ratio of minus infinity
+        of_trl = [[math.nan if x is None else x for x in row] for row in logprobs]
         return prompt_ids, completion_ids, tool_mask, completions, of_trl, *others
+
+    def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs, *args, **kwargs)
+        if self._settings.by_trl:
+            self._leave_out_infinity(output)
+        return output
+
+    def _leave_out_infinity(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """
+        Replace TRL's metrics of the difference between trainer and sampler if they are infinite, which is known on all
+        ranks, by those of the other tokens.
+        """
+        mean, largest = (self._metrics[self._now.mode].get(f"{DIFFERENCE}/{name}") for name in ("mean", "max"))
+        if not mean or not largest or math.isfinite(mean[-1]):
+            return
+        difference = (batch[OLD_LOGPS] - batch[ROLLOUT_LOGPS]).abs()
+        finite = difference[self._loss_mask(batch).bool() & difference.isfinite()]
+        of_rank = torch.stack([finite.sum() / max(len(finite), 1), finite.amax() if len(finite) else finite.sum()])
+        of_ranks = self.accelerator.gather(of_rank[None])
+        mean[-1], largest[-1] = of_ranks[:, 0].mean().item(), of_ranks[:, 1].max().item()
 
     def _asking_for_old_pass(self) -> AbstractContextManager:
         # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of
