@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..trainers.forward_pass import logps_of_logits
 from ..trainers.pushes import Pushes, refuse_packed_base, sending
+from ..trainers.scoring import score_text
 from .trl_parts import AsyncRolloutWorker
 
 
@@ -52,7 +52,8 @@ class PushesToServer(Pushes):
         tree = {"tree_kv_index": path, "tree_cu_seqlens_q": ends, "tree_cu_seqlens_k": ends}
         longest = {"tree_max_seqlen_q": length, "tree_max_seqlen_k": length}
         positions = {"position_ids": path[None]}
-        return logps_of_logits(trainer.model_wrapped, trainer.accelerator, ids, n, **positions, **tree, **longest)
+        inputs = {**positions, **tree, **longest}
+        return score_text(trainer.model_wrapped, trainer.accelerator, trainer.args, ids, n, **inputs)
 
     @property
     def server(self) -> str | None:

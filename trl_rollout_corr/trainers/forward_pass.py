@@ -44,7 +44,6 @@ choices of its batch.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -69,18 +68,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def logps_of_logits(model: Any, accelerator: Any, ids: torch.Tensor, n: int, **inputs: Any) -> torch.Tensor:
-    """Log-probabilities, `(n,)`, of the last `n` tokens of `ids`, `(1, S)`, without temperature."""
-    bare = accelerator.unwrap_model(model)
-    base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-    if "logits_to_keep" in signature(type(base).forward).parameters:  # the logits of a whole text may not fit
-        inputs["logits_to_keep"] = n + 1
-    with accelerator.autocast():
-        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, -n - 1 : -1]
-    blocks = zip(logits.split(256), ids[0, -n:, None].split(256), strict=True)  # each copied to float32
-    return torch.cat([rows.float().log_softmax(-1).gather(1, tokens)[:, 0] for rows, tokens in blocks])
 
 
 class ForwardPass:

@@ -28,7 +28,7 @@ from ..settings.config import RolloutCorrectionConfig
 from .batches import CorrectsBatches
 from .completions import read_logprobs
 from .engine_arguments import engine_arguments
-from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring, logps_of_logits
+from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
 from .gradient_check import GradientCheck, not_in_loss
 from .keys import (
     COEFFICIENTS,
@@ -44,7 +44,7 @@ from .keys import (
 )
 from .pushes import PushesToVLLM
 from .replay import Replay
-from .scoring import score_alone, sequences_of
+from .scoring import score_alone, score_text, sequences_of
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
 from .vllm_engine import IMAGES, warn_about_images, watch_sampler
@@ -346,8 +346,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
     def _score_text(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         """Log-probabilities, `(n,)`, of the last tokens of `ids`, `(1, S)`, at temperature 1."""
         with self._during(ForwardPass()):
-            if self.temperature != 1.0:  # TRL's forward pass divides by the temperature
-                return logps_of_logits(self.model_wrapped, self.accelerator, ids, n)
+            if self.temperature != 1.0:  # by which TRL's own forward pass divides
+                return score_text(self.model_wrapped, self.accelerator, self.args, ids, n)
             scored = self._get_per_token_logps_and_entropies(self.model_wrapped, ids, torch.ones_like(ids), n)
         logps: torch.Tensor = scored[0][0]
         return logps
