@@ -1,5 +1,6 @@
 """Completions scored once more after a push: what the two numbers show of it, in runs with a real vLLM."""
 
+import math
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -26,8 +27,10 @@ from tests.training import (
     said_of_pushes,
     saying,
 )
+from trl_rollout_corr.tools.arrival import push_checks
 from trl_rollout_corr.tools.arrival.adapters import MergedWeights
 from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, is_due
+from trl_rollout_corr.tools.diagnosis import read_tokens
 from trl_rollout_corr.trainers import pushes
 
 
@@ -209,6 +212,43 @@ def test_an_expert_that_is_lost_is_told_and_other_runs_with_experts_hear_nothing
     assert max(in_bfloat16) < 20 * min(in_bfloat16[:3])
     assert max(lost) > 1e-3
     assert max(lost_in_bfloat16) > 20 * min(lost_in_bfloat16[:3])
+
+
+@contextmanager
+def scoring_wrongly(change, looks=lambda n: True):
+    """A vLLM whose log-probabilities of the first text are changed, at some of the looks."""
+    score, number = push_checks.score_in_process, count(1)
+
+    def scored(generation, texts):
+        logps = score(generation, texts)
+        return [change(logps[0]), *logps[1:]] if looks(next(number)) else logps
+
+    with patch.object(push_checks, "score_in_process", scored):
+        yield
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("far", [-89.0, -1e4])
+def test_a_token_far_apart_keeps_the_numbers_finite(make, far, tmp_path):
+    """Where the ratio of one token overflows, in the log of the run and in its diagnosis."""
+    trainer = make(build=monitored, max_steps=3, rollout_dump_dir=str(tmp_path / "dump"))
+    with scoring_wrongly(lambda logps: [*logps[:-1], logps[-1] + far]):
+        fresh, age = numbers(trainer)
+    assert len(fresh) == len(age) == 2
+    assert all(1e20 < x < 1e30 for x in fresh)
+    assert all(map(math.isfinite, age))
+    assert len(read_tokens(tmp_path / "dump").scored_again) == 2
+
+
+@pytest.mark.vllm
+def test_one_text_that_is_scored_wrongly_is_no_push_that_was_lost(make, caplog):
+    trainer = make(build=monitored, max_steps=5)
+    with scoring_wrongly(lambda logps: [x - 2.0 for x in logps], looks=lambda n: n >= 2):
+        fresh, _ = numbers(trainer)
+    assert fresh[0] < 1e-5 < 1e-2 < min(fresh[1:])
+    (said,) = [message for message in said_of_pushes(caplog) if "fresh_gap" in message]
+    assert "1 of 8 texts has all of the gap" in said
+    assert "did not arrive, or only in part" not in said
 
 
 # Samplers that are old, and why ---------------------------------------------------------------------------------------

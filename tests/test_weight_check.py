@@ -1,6 +1,7 @@
 """Weights that are pushed and do not arrive in the sampler: proven by what vLLM holds, and never where they do arrive."""
 
 import json
+import math
 import re
 import sys
 import threading
@@ -280,6 +281,8 @@ def test_a_server_scores_a_text(server):
     assert state["replica"] is None
     assert score_text(url, "model", [6, 7], 1) == [-8.0]
     assert state["replica"] == "1"
+    state["logp"] = -9999.0 + 4  # which stands for minus infinity
+    assert score_text(url, "model", [3, 4, 3]) == [-math.inf, -9998.0]
 
 
 @pytest.mark.parametrize(

@@ -69,20 +69,28 @@ def _whole_numbers(name: str, i: int, row: list[Any]) -> list[int]:
 # Log-probabilities ----------------------------------------------------------------------------------------------------
 
 
-def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
+def numbers(logps: Any) -> np.ndarray:
     """
-    Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM
-    wrote -9999, NaN for `None`. Raises a `ValueError` where `sampled`, `(T,)`, is true and a value
-    exceeds 0 by more than rounding.
+    Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM wrote -9999, NaN for
+    `None`.
     """
     values = np.asarray(logps, dtype=np.float32)
+    return np.where(values <= _SERVER_INFINITY, -np.inf, values)
+
+
+def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
+    """
+    Log-probabilities of tokens, `(T,)` in nats, as [`numbers`] reads them. Raises a `ValueError` where `sampled`,
+    `(T,)`, is true and a value exceeds 0 by more than rounding.
+    """
+    values = numbers(logps)
     above = np.flatnonzero(sampled & (values > _ROUNDING))
     if len(above):
         raise ValueError(
             f"`{name}[{above[0]}]` is {values[above[0]]:.6g}, but a log-probability is at most 0. Return the logarithm of the "
             "probability that the token was sampled with, in nats, not the probability or the logarithm with another sign."
         )
-    return np.where(values <= _SERVER_INFINITY, -np.inf, values)
+    return values
 
 
 def read_logprobs(

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...correction.functional import k3
+from ...correction.functional import LARGEST_POWER, k3
 from ...correction.sums import Applied, SegmentedSums
 from ...messages import notify
 from ...trainers.forward_pass import evaluating
@@ -29,6 +29,7 @@ SPARSE = 33  # pushes between looks, at most; odd, as a fault of every second pu
 SURE = 3  # looks, after which a few completions are enough
 FEW = 2  # of these completions, unless they are further apart than usual or there are more replicas
 USUAL, SAME = 3.0, 1e-5  # times the smallest of the first gaps; nats per token: a gap below is rounding
+ALL = 0.99  # share of the gap that counts as all of it
 SEE = "See `trl-rollout-corr docs metrics#two-numbers-of-each-push`."
 T = TypeVar("T")
 
@@ -57,11 +58,13 @@ class Rescored(SegmentedSums):
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "fresh": ("fresh_k3", "fresh_tokens"),
         "age": ("age_k3", "age_tokens"),
+        "texts": ("texts", "texts_off"),
     }
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         names = ("fresh", "age")
-        return {f"{name}_k3_kl": s[f"{name}_k3"] / n for name in names if (n := s[f"{name}_tokens"])}
+        metrics = {f"{name}_k3_kl": s[f"{name}_k3"] / n for name in names if (n := s[f"{name}_tokens"])}
+        return metrics | ({"fresh_texts": s["texts"], "fresh_texts_off": s["texts_off"]} if s["texts"] else {})
 
 
 class Rescore:
@@ -179,14 +182,13 @@ class Rescore:
 
     def _sums(self, texts: Sequence[Text], scored: list[list[float]], trained: list[torch.Tensor]) -> Rescored:
         """Sums of the gaps of some texts."""
-        then, now, ours = (torch.cat([torch.zeros(0, dtype=torch.float64), *parts]) for parts in (
-            [_chosen(text, text.sampled) for text in texts],
-            [_chosen(text, x[len(text.prompt) - 1 :]) for text, x in zip(texts, scored, strict=True)],
-            [_chosen(text, x.tolist()) for text, x in zip(texts, trained, strict=False)],
-        ))  # fmt: skip
-        segments = {"fresh": _gap(ours, now)}
+        then = [_chosen(text, text.sampled) for text in texts]
+        now = [_chosen(text, x[len(text.prompt) - 1 :]) for text, x in zip(texts, scored, strict=True)]
+        ours = [_chosen(text, x.tolist()) for text, x in zip(texts, trained, strict=False)]
+        fresh = _gaps(ours, now)
+        segments = {"fresh": fresh.sum(0), "texts": _concentration(fresh)}
         if self.pushes.samples_unchanged:
-            segments["age"] = _gap(now, then)
+            segments["age"] = _gaps(now, then).sum(0)
         device = self.pushes.trainer.accelerator.device
         return Rescored.of({name: x.float().to(device) for name, x in segments.items()})
 
@@ -245,11 +247,21 @@ def _chosen(text: Text, logps: Sequence[float]) -> torch.Tensor:
     return torch.tensor([x for x, chosen in zip(logps, text.chosen, strict=True) if chosen], dtype=torch.float64)
 
 
-def _gap(logps: torch.Tensor, of_sampler: torch.Tensor) -> torch.Tensor:
-    """`(2,)`: sum of `k3` over tokens where both are finite, and their number."""
-    log_ratio = logps - of_sampler
-    finite = log_ratio.isfinite()
-    return torch.stack([k3(log_ratio[finite]).sum(), finite.sum().double()])
+def _gaps(logps: Sequence[torch.Tensor], of_sampler: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`(N, 2)`, for each of `N` texts: sum of `k3` over tokens where both are finite, and their number."""
+    gaps = [torch.zeros(0, 2, dtype=torch.float64)]
+    for log_ratio in (a - b for a, b in zip(logps, of_sampler, strict=True)):
+        finite = log_ratio.isfinite()
+        total = k3(log_ratio[finite].clamp(max=LARGEST_POWER)).sum()
+        gaps.append(torch.stack([total, finite.sum().double()])[None])
+    return torch.cat(gaps)
+
+
+def _concentration(gaps: torch.Tensor) -> torch.Tensor:
+    """`(2,)`: number of texts, and the smallest number of them that have all of the gap, but for a hundredth."""
+    of_texts = gaps[gaps[:, 1] > 0, 0].sort(descending=True).values
+    off = (of_texts.cumsum(0) < ALL * of_texts.sum()).sum() + 1 if len(of_texts) else of_texts.sum()
+    return torch.stack([torch.tensor(float(len(of_texts))), off.float()])
 
 
 def choose(

@@ -16,6 +16,7 @@ import requests
 from packaging.version import Version
 
 from ...messages import notify
+from ...trainers.completions import numbers
 
 
 PATTERNS = "0.32"  # release of vLLM that reads `rank_pattern` and `alpha_pattern` of an adapter
@@ -55,7 +56,7 @@ def replicas_of(config: Any) -> int:
 def score_text(url: str, model: str, text: list[int], replica: int | None = None) -> list[float]:
     """
     Log-probability of each token but the first of a text, from a server without options of
-    sampling. A replica of its own choice answers, unless one is given.
+    sampling; minus infinity where the server writes -9999. A replica of its own choice answers, unless one is given.
     """
     request: Any = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
     request["cache_salt"] = "scored once more"  # keeps later requests from reading these prompts
@@ -63,9 +64,9 @@ def score_text(url: str, model: str, text: list[int], replica: int | None = None
     response = requests.post(f"{url}/v1/completions", json=request, headers=headers, timeout=300)
     response.raise_for_status()
     (choice,) = response.json()["choices"]
-    return [
-        places[str(token)]["logprob"] for token, places in zip(text[1:], choice["prompt_logprobs"][1:], strict=True)
-    ]
+    places = zip(text[1:], choice["prompt_logprobs"][1:], strict=True)
+    logps: list[float] = numbers([place[str(token)]["logprob"] for token, place in places]).tolist()
+    return logps
 
 
 def adapters_of(url: str) -> set[str]:

@@ -155,11 +155,8 @@ RULES = [
         limit=10.0,
         seen="After a push, sampler and trainer are {value:.3g} times as far apart as after the first pushes "
         "(`fresh_k3_kl`), above {limit:g}.",
-        why="The sampler may be older on purpose: then set `trainer.rollout_step` to the optimizer step of its weights "
-        "whenever they are pushed. The gap of the kernels may also grow with the policy, over many pushes. A jump "
-        "means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several.",
-        advice="If `age_k3_kl` was about as large before, look at the push: `trl-rollout-corr docs "
-        "metrics#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type.",
+        why="{of_push}",
+        advice="{push_or_text}",
         patience=1,
         measure=conditions.fresh_growth,
         confirmed=conditions.stands_still_or_far_apart,

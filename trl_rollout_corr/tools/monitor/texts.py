@@ -301,6 +301,35 @@ def _corrected(window: Window) -> str:
 
 
 # Sentences for the state of a run, by their name in the texts of rules
+
+
+_OF_PUSH = (
+    "The sampler may be older on purpose: then set `trainer.rollout_step` to the optimizer step of its weights whenever "
+    "they are pushed. The gap of the kernels may also grow with the policy, over many pushes. A jump means that a push did "
+    "not arrive, or only in part, with a wrong scale, or at one replica of several."
+)
+_LOOK_AT_PUSH = (
+    "If `age_k3_kl` was about as large before, look at the push: `trl-rollout-corr docs "
+    "metrics#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type."
+)
+_OF_SOME = (
+    "A push that did not arrive would show in all of the completions that were scored once more, and only some have the "
+    "gap: the sampler scores these wrongly, or one replica of several has not got the push."
+)
+
+
+def _some_texts(window: Window) -> str:
+    """How many of the completions that were scored after a push have all of the gap; empty if most of them have it."""
+    n, off = (window.get(name) or 0.0 for name in ("fresh_texts", "fresh_texts_off"))
+    if n < 4 or 2 * off > n:
+        return ""
+    has = "has" if off == 1 else "have"
+    return (
+        f"{off:.0f} of {n:.0f} texts {has} all of the gap. With one replica, update vLLM, and ask it for the "
+        "log-probabilities of one of these texts twice; with several, ask each of them."
+    )
+
+
 _SENTENCES: dict[str, Callable[[Window], str]] = {
     "correct": lambda window: in_words(_advice(window), window.settings),
     "length": _length,
@@ -321,6 +350,8 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "close": lambda window: _CLOSE[origin(window)],
     "closer": lambda window: _FROM_THE_START if origin(window) == "start" else _CLOSER,
     "no_tokens": _no_tokens,
+    "of_push": lambda window: _OF_SOME if _some_texts(window) else _OF_PUSH,
+    "push_or_text": lambda window: _some_texts(window) or _LOOK_AT_PUSH,
 }
 
 
