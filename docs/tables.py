@@ -28,6 +28,7 @@ from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.monitor.bands import in_words
 from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, SILENCED
+from trl_rollout_corr.tools.monitor.texts import LOOK_AT_PUSH, OF_PUSH
 from trl_rollout_corr.tools.text import yaml_lines
 
 
@@ -35,6 +36,8 @@ RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmar
 EVIDENCE = RECORD.with_name("EVIDENCE.md")
 # What depends on the run in the message of an alarm
 IN_SHORT = {
+    "of_push": OF_PUSH,
+    "push_or_text": LOOK_AT_PUSH,
     "corrects": "the run corrects for it",
     "uncorrected": "Not every run is harmed by a gap of up to 0.1. Otherwise training is biased, and the gap tends to grow.",
     "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",

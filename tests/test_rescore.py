@@ -246,7 +246,7 @@ def test_one_text_that_is_scored_wrongly_is_no_push_that_was_lost(make, caplog):
     with scoring_wrongly(lambda logps: [x - 2.0 for x in logps], looks=lambda n: n >= 2):
         fresh, _ = numbers(trainer)
     assert fresh[0] < 1e-5 < 1e-2 < min(fresh[1:])
-    (said,) = [message for message in said_of_pushes(caplog) if "fresh_gap" in message]
+    said = next(message for message in said_of_pushes(caplog) if "fresh_gap" in message)
     assert "1 of 8 texts has all of the gap" in said
     assert "did not arrive, or only in part" not in said
 

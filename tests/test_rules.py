@@ -583,7 +583,7 @@ def test_one_finding_per_cause():
     [
         ({}, "The loss leaves out such tokens."),
         ({"rollout_nan_policy": "neutralize"}, "takes their ratio as 1"),
-        ({"rollout_correction": "trl"}, "They stay in TRL's loss, with a ratio of trainer to sampler of 1."),
+        ({"rollout_correction": "trl"}, "They stay in TRL's loss: with a ratio of 1 if the number is missing"),
         ({"rollout_correction": "disabled"}, "They stay in the loss, which is not corrected."),
         (None, "By default, corrections of this package leave out such tokens."),
     ],

@@ -235,8 +235,8 @@ def test_trl_keeps_its_loss_where_a_log_probability_is_no_number(make_broken, mo
     fields = {f"vllm_importance_sampling_{name}": x for name, x in MODES[mode].items()}
     fields |= {"off_policy_mask_threshold": 0.5} if mode == "off" else {}
     theirs = make_broken(GRPOTrainer, GRPOConfig, **fields)
-    ours = make_broken(*TRAINERS["grpo"], rollout_correction="trl", rollout_monitor="warn", **fields)
     expected = losses(theirs)
+    ours = make_broken(*TRAINERS["grpo"], rollout_correction="trl", rollout_monitor="warn", **fields)
     with saying(caplog, "came without a finite log-probability"):
         assert losses(ours) == expected
     assert min(gradient for _, gradient in expected) > 0

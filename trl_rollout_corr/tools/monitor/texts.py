@@ -141,7 +141,8 @@ _BROKEN = {
     "drop": "The loss leaves out such tokens.",
     "neutralize": "The loss keeps such tokens and takes their ratio as 1 where the sampler's number is missing.",
     "raise": "",
-    "trl": "They stay in TRL's loss, with a ratio of trainer to sampler of 1.",
+    "trl": "They stay in TRL's loss: with a ratio of 1 if the number is missing, and with the cap or 0 if it is minus "
+    "infinity.",
     "uncorrected": "They stay in the loss, which is not corrected.",
     "unknown": "By default, corrections of this package leave out such tokens.",
 }
@@ -303,12 +304,12 @@ def _corrected(window: Window) -> str:
 # Sentences for the state of a run, by their name in the texts of rules
 
 
-_OF_PUSH = (
+OF_PUSH = (
     "The sampler may be older on purpose: then set `trainer.rollout_step` to the optimizer step of its weights whenever "
     "they are pushed. The gap of the kernels may also grow with the policy, over many pushes. A jump means that a push did "
     "not arrive, or only in part, with a wrong scale, or at one replica of several."
 )
-_LOOK_AT_PUSH = (
+LOOK_AT_PUSH = (
     "If `age_k3_kl` was about as large before, look at the push: `trl-rollout-corr docs "
     "metrics#two-numbers-of-each-push`. Otherwise let sampler and trainer compute in the same type."
 )
@@ -350,8 +351,8 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "close": lambda window: _CLOSE[origin(window)],
     "closer": lambda window: _FROM_THE_START if origin(window) == "start" else _CLOSER,
     "no_tokens": _no_tokens,
-    "of_push": lambda window: _OF_SOME if _some_texts(window) else _OF_PUSH,
-    "push_or_text": lambda window: _some_texts(window) or _LOOK_AT_PUSH,
+    "of_push": lambda window: _OF_SOME if _some_texts(window) else OF_PUSH,
+    "push_or_text": lambda window: _some_texts(window) or LOOK_AT_PUSH,
 }
 
 
