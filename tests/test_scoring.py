@@ -50,7 +50,9 @@ def test_a_text_has_the_log_probabilities_of_temperature_1(temperature, tiny_mod
 def model():
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(VOCABULARY, **shape, num_key_value_heads=2, tie_word_embeddings=True))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=VOCABULARY, **shape, num_key_value_heads=2, tie_word_embeddings=True)
+    )
     utils.add_fused_lm_head(model, temperature=0.5)  # as in a trainer
     return model
 
