@@ -186,7 +186,7 @@ REFUSED = {
     "two generations": ("rollout_is_level: token\nrollout_rs: token_k1", "does not belong to the `rollout_is*` keys"),
     "a nested list": ("rollout_rs: [[token_k1]]\nrollout_rs_threshold: 2.0", "`rollout_rs` must be a list of names"),
     "TRL's own": ("vllm_importance_sampling_mode: turn_mask", "must be token_truncate"),
-    "TRL's own beside ours": ("rollout_correction: trl\nvllm_importance_sampling_mode: token_mask", "fields of this package"),
+    "ours beside a section": ("use_vllm: true\nrollout_is: token\nactor_rollout_ref: {rollout: {n: 8}}", "Remove one of the"),
     "unknown of TRL's": ("vllm_importance_sampling_x: 1", "does not belong to TRL"),
     "shell": ("#!/bin/bash\npython3 -m verl.trainer.main_ppo a=1", "This is a shell script: put `trl-rollout-corr convert`"),
     "lines": ("rollout_is=token\nrollout_is_threshold=2.0", "This is a shell script: put `trl-rollout-corr convert`"),
@@ -207,8 +207,10 @@ def test_files(capsys, tmp_path):
     assert main(["convert", str(tmp_path / "bytes")]) == 2
     assert "not YAML" in capsys.readouterr().err
     for recipe in ("grpo/token_is.yaml", "rloo/geo_rs_token_tis.yaml", "grpo/multi_rs.yaml"):
-        assert main(["convert", str(ROOT / "recipes" / recipe)]) == 2
-        assert "needs no conversion" in capsys.readouterr().err
+        assert main(["convert", str(ROOT / "recipes" / recipe)]) == 0
+        output = capsys.readouterr()
+        assert output.out == (ROOT / "recipes" / recipe).read_text()
+        assert "needs no conversion" in output.err
     assert main(["convert", str(Path(__file__))]) == 2
     assert f"{__file__}: This is a Python file" in capsys.readouterr().err
 
@@ -236,12 +238,12 @@ def test_the_lines_of_trl(convert):
         "num_generations": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1,
         "max_completion_length": 1024, "num_train_epochs": 15,
     }  # fmt: skip
-    distorting = [line for line in text.splitlines() if "changes what vLLM samples but not what the trainer" in line]
-    assert [line.split(":")[0] for line in distorting] == ["top_p", "top_k", "repetition_penalty"]
     assert [line.split(" ")[1] for line in said] == [
         "`actor_rollout_ref.rollout.quantization`", "`actor_rollout_ref.rollout.enable_rollout_routing_replay`",
-        "`actor_rollout_ref.rollout.presence_penalty`", "`data.train_files`,",
+        "`actor_rollout_ref.rollout.presence_penalty`", "`data.train_files`,", "`top_p=0.9`,",
     ]  # fmt: skip
+    assert "`top_p=0.9`, `top_k=20`, `repetition_penalty=1.1` change the distribution vLLM samples from" in said[4]
+    assert "# the settings of the preset decoupled_token_is\n" in text
     assert "`rollout_engine_kwargs: {quantization: fp8}`" in said[0]
     assert "`rollout_routing: replay`" in said[1]
     assert said[3] == "warning: `data.train_files`, `trainer.nnodes` are left out: not about rollout correction."
@@ -403,14 +405,12 @@ OTHERS = {
     "prime-rl": "trainer: {loss: {ratio_type: token}}\ndata: {seq_len: 8}\nalgorithm: {token_mask_high: 8.0, loss_type: x}",
     "NeMo-RL": "loss_fn: {use_importance_sampling_correction: true}\npolicy: {model_name: m}",
     "AReaL": "actor: {eps_clip: 0.2, behav_imp_weight_cap: 5}\nrollout: {n: 1}",
-    "TRL without a correction": "use_vllm: true\nloss_type: dapo\nlearning_rate: 1e-6",
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_file_of_another_system_is_not_taken_for_one_of_verl(refusal, name):
-    message = refusal(OTHERS[name])
-    assert "needs no conversion" in message if "TRL" in name else "it has no settings of verl" in message
+    assert "it has no settings of verl" in refusal(OTHERS[name])
 
 
 @pytest.mark.parametrize(
@@ -433,9 +433,9 @@ def test_what_changes_a_ratio_is_not_called_something_else(convert, arguments, p
 
 
 def test_min_p_comes_with_its_warning(convert):
-    written, said, text = convert(["rollout_is=token", "rollout.min_p=0.1"])
-    assert (written["min_p"], said) == (0.1, [])
-    assert "min_p: 0.1  # changes what vLLM samples" in text
+    written, said, _ = convert(["rollout_is=token", "rollout.min_p=0.1"])
+    assert written["min_p"] == 0.1
+    assert [line.startswith("warning: `min_p=0.1` changes the distribution") for line in said] == [True]
 
 
 def test_settings_of_one_section_are_counted_and_not_listed(convert):
@@ -450,6 +450,33 @@ def test_a_launcher_is_told_which_of_its_commands_to_replace(refusal):
     other = refusal("#!/bin/bash\nbash start_ray.sh train.sh \\\n  algorithm.rollout_correction.rollout_is=token\n")
     assert "the place of the command that is given the settings in" in other
     assert "main_ppo" not in other
+
+
+SLIME = "#!/bin/bash\nARGS=(\n   --use-tis\n   --tis-clip 2.0\n)\nray job submit -- python3 -m x train.py ${ARGS[@]}\n"
+OPENRLHF = "#!/bin/bash\npython3 -m openrlhf.cli.train_ppo_ray --algo.advantage.is_correction_level token\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (SLIME, ["`--use-tis`, `--tis-clip` are not translated", "`--use-tis` is `rollout_is: token`"]),
+        (["algorithm.adv_estimator=grpo", "--use-tis", "--tis-clip", "2.0"], ["train without a correction", "`--tis-clip`"]),
+        (["--use-tis", "--tis-clip=2.0"], ["`--use-tis`, `--tis-clip` are not translated"]),
+        (["--use-tis"], ["`--use-tis` is not translated"]),
+        (OPENRLHF, ["`--algo.advantage.is_correction_level` is not translated"]),
+        ("#!/bin/bash\npython3 train.py --lr 1e-6\n", ["a shell script without settings of verl or SkyRL"]),
+    ],
+)
+def test_options_of_others_that_correct_are_named(refusal, given, named):
+    line = refusal(given)
+    assert "in the place of" not in line  # no command of such a script passes anything that is read
+    assert all(part in line for part in named)
+
+
+def test_options_beside_a_correction_are_left_out(convert):
+    written, said, _ = convert(["rollout_is=token", "--config-name", "ppo", "--use-tis"])
+    assert written == {"use_vllm": True, **TOKEN}
+    assert len(said) == 1
 
 
 # SkyRL ------------------------------------------------------------------------------------------------------------------
@@ -474,11 +501,11 @@ def rejects(**criteria):
         ("outlier_token_is_threshold_low=1e-4 outlier_token_is_threshold_high=100", rejects(seq_max_k1=[1e-4, 100.0]), []),
         ("outlier_token_is_threshold_low=1e-4", rejects(seq_max_k1=[1e-4, INF]), []),
         ("token_mask_is_threshold_low=0.5 token_mask_is_threshold_high=2", rejects(token_k1=[0.5, 2.0]), []),
-        ("token_mask_eps_low=0.2 token_mask_eps_high=0.3", rejects(token_k1=[0.8, 1.3]), []),
+        ("token_mask_eps_low=0.2 token_mask_eps_high=0.3", rejects(token_k1=[0.8, 1.3]), ["keeps ratios in [0.8, 1.3]. If "]),
         ("token_mask_is_threshold_low=0.5", {"rollout_correction": "disabled"}, ["has no effect", "SkyRL does not"]),
         ("tis_ratio_type=null geo_mask_high=1.01", {"rollout_correction": "disabled"}, ["SkyRL does not correct"]),
         ("tis_ratio_type=sequence token_mask_eps_low=.2 token_mask_eps_high=.2",
-         {**rejects(token_k1=[0.8, 1.2]), "rollout_is": "sequence", "rollout_is_threshold": 5.0}, ["do not count in the"]),
+         {**rejects(token_k1=[0.8, 1.2]), "rollout_is": "sequence", "rollout_is_threshold": 5.0}, ["with more than one meaning", "do not count in the"]),
     ],
 )  # fmt: skip
 def test_the_correction_of_skyrl(convert, given, written, said):
@@ -533,7 +560,7 @@ def test_a_file_of_skyrl(convert):
         "num_train_epochs": 2, "num_generations": 5, "temperature": 0.7, "top_p": 0.9, "max_completion_length": 512,
         "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "grpo",
     }  # fmt: skip
-    assert [line for line in said if "strategy" in line or "logprobs" in line] == said
+    assert [line for line in said if "strategy" in line or "logprobs" in line or "top_p" in line] == said
 
 
 @pytest.mark.parametrize(
@@ -657,8 +684,89 @@ def test_a_file_that_cannot_be_edited_is_written_anew(convert, text):
     written, said, output = convert(text)
     assert written == {**yaml.safe_load(text), "rollout_correction": "trl"}
     assert "use_vllm: true\n" in output  # one setting in each line
-    assert len(said) == 1
-    assert "without its comments" in said[0]
+    assert "without its comments" in said[-1]
+    assert ["is an old name" in line for line in said[:-1]] == [True] * ("cap" in text)
+
+
+PLAIN = "# mine\nmodel_name_or_path: m\nlearning_rate: 1e-6  # small\nmax_completion_length: {}\n"
+
+
+@pytest.mark.parametrize(("length", "shares"), [(512, None), (1024, "59 % to 32 %"), (8192, "6.6 % to 0.38 %")])
+def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, length, shares):
+    """The calculation of `docs/trl.md`."""
+    text = PLAIN.format(length)
+    written, said, output = convert(text)
+    assert output == text + LINE
+    assert ["max_completion_length" in line for line in said] == [True] * bool(shares)
+    if shares:
+        assert f"one of this length keeps {shares} of its loss on average. Set `vllm_importance_sampling_mode`" in said[0]
+    assert convert(text + "vllm_importance_sampling_mode: token_truncate\n")[1] == []
+    off = "vllm_importance_sampling_correction: false\n"
+    assert convert(text + off)[1] == []
+    assert convert(output)[2] == output  # twice
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("top_p: 0.9\n", ["`top_p=0.9` changes the distribution"]),
+        ("generation_kwargs: {min_p: 0.1}\n", ["`min_p=0.1` changes the distribution"]),
+        ("vllm_importance_sampling_cap: 2.0\n", ["write `vllm_importance_sampling_clip_max`"]),
+        (
+            "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask\n",
+            ["`vllm_importance_sampling_mode='token_mask'` has no effect: `vllm_importance_sampling_correction` is False"],
+        ),
+        (
+            "vllm_importance_sampling_correction: false\nvllm_importance_sampling_clip_max: 2.0\n",
+            ["`vllm_importance_sampling_clip_max=2.0` has no effect"],
+        ),
+        ("rollout_correction: auto\nvllm_importance_sampling_mode: token_mask\n", ["needs no", "which replaces TRL's own"]),
+    ],
+)
+def test_a_file_of_trl_is_told_what_has_no_effect(convert, text, parts):
+    given = f"use_vllm: true\n{text}"
+    for whole in (given, f"base_model: m\ntrl:\n  {given.replace(chr(10), chr(10) + '  ')}".rstrip() + "\n"):
+        if "rollout_correction" not in text or whole == given:
+            said = convert(whole)[1]
+            assert [part in line for part, line in zip(parts, said, strict=True)] == [True] * len(parts), said
+
+
+SECTION_OF_VERL = """# mine
+use_vllm: true  # yes
+# the algorithm
+algorithm:
+  adv_estimator: grpo
+  rollout_correction:
+    rollout_is: token
+    rollout_is_threshold: 3.0
+    bypass_mode: false
+
+# the rest
+learning_rate: 1e-6
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SECTION_OF_VERL,
+        SECTION_OF_VERL.replace("algorithm:\n  adv_estimator: grpo\n  ", "").replace("    rollout_is", "  rollout_is")
+        .replace("    bypass", "  bypass"),
+        SECTION_OF_VERL + "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 2e-6}}}\n",
+        SECTION_OF_VERL + "vllm_importance_sampling_clip_max: 2.0\n",
+    ],
+)  # fmt: skip
+def test_a_section_of_verl_in_a_file_of_trl_is_translated(convert, text):
+    written, said, output = convert(text)
+    assert {name: x for name, x in written.items() if name.startswith("rollout")} == {**TOKEN, "rollout_is_threshold": 3.0}
+    assert not written.keys() & {"algorithm", "actor_rollout_ref"}
+    assert "use_vllm: true  # yes\n# the algorithm\n" in output
+    assert "# the rest\nlearning_rate: 1e-6\n" in output
+    assert any("is translated and removed" in line for line in said)
+    if "actor_rollout_ref" in text:
+        assert written["num_generations"] == 8
+        assert any("`learning_rate` is '1e-6' in the file, and 2e-06" in line for line in said)
+    assert any("replaces TRL's own" in line for line in said) == ("vllm_importance" in text)
 
 
 AXOLOTL = """base_model: m  # a base

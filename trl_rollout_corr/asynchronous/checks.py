@@ -8,7 +8,7 @@ from ..trainers.trl_checks import (
     check_temperature,
     normalizes_over,
     warn_about_clipping,
-    warn_about_distortion,
+    warn_about_effects,
     warn_about_engine_kwargs,
 )
 
@@ -48,6 +48,6 @@ CHECKS: list[Check] = [
     check_asynchronous,
     check_temperature,
     warn_about_engine_kwargs,
-    warn_about_distortion,
+    warn_about_effects,
     warn_about_clipping,
 ]

@@ -7,6 +7,7 @@ resolved once. It raises a `ValueError` about settings that exclude each other, 
 settings that are probably a mistake.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable
@@ -16,29 +17,13 @@ import torch
 
 from ..door import tool
 from ..messages import warn, warn_idle
+from ..settings.effects import OF_TRL, TRUNCATION, distortions, effects
 from ..settings.fields import LOSS_TYPES
 from ..settings.resolve import Settings
 
 
-# Options of vLLM that leave only some tokens to draw from
-TRUNCATION = ("top_p", "top_k", "min_p")
-# Options of vLLM that change the distribution of the sampler, but not of the trainer
-_DISTORTING = (
-    *TRUNCATION,
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    "logits_processors",
-    "thinking_token_budget",
-)
 # vLLM samples greedily at 0, and raises lower temperatures to this one
 _LOWEST_TEMPERATURE = 0.01
-_NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # the others are off at None, 0 and empty
 
 
 class ReadByTrainer:
@@ -240,33 +225,17 @@ def warn_about_engine_kwargs(config: Any, settings: Settings) -> None:
         warn_idle("rollout_engine_kwargs", settings.rollout_engine_kwargs, reason)
 
 
-def warn_about_distortion(config: Any, settings: Settings) -> None:
-    """Warn about options of vLLM that change the distribution of the sampler alone."""
-    if not getattr(config, "use_vllm", True):  # an asynchronous run always samples with vLLM
-        return
-    changed = distorting_options(config)
-    if settings.rollout_support is not None:
-        changed = {name: value for name, value in changed.items() if name not in TRUNCATION}
-    if not changed:
-        return
-    listed = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
-    replay = ""
-    if getattr(config, "vllm_mode", None) == "colocate" and not changed.keys().isdisjoint(TRUNCATION):
-        replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`),"
-    warn(
-        f"{listed} changes the distribution vLLM samples from, but not the one the trainer computes, so that every "
-        "ratio is off by the probability mass that was cut or moved. Leave it at its "
-        f"default,{replay} or expect biased ratios, weights and rejections."
-    )
+def warn_about_effects(config: Any, settings: Settings) -> None:
+    """Warn about what the configuration does to the loss, see [`~trl_rollout_corr.settings.effects`]."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name.startswith(OF_TRL)}
+    given = {name: x for name, x in vars(config).items() if name not in defaults or x != defaults[name]}
+    for effect in effects(settings, given):
+        warn(effect.text, effect.field)
 
 
 def distorting_options(config: Any) -> dict[str, object]:
     """Options of sampling in effect that change the distribution of the sampler, by name."""
-    settings = {name: getattr(config, name, None) for name in (*TRUNCATION, "repetition_penalty")}
-    settings["structured_outputs"] = getattr(config, "vllm_structured_outputs_regex", None)
-    overrides = getattr(config, "generation_kwargs", None) or {}
-    settings |= {name: value for name, value in overrides.items() if name in _DISTORTING}
-    return {name: value for name, value in settings.items() if value and value not in _NEUTRAL.get(name, ())}
+    return distortions(vars(config))
 
 
 def truncation(config: Any) -> dict[str, object]:
@@ -281,7 +250,7 @@ _OF_SAMPLING: list[Check] = [
     check_temperature,
     check_sampler,
     warn_about_engine_kwargs,
-    warn_about_distortion,
+    warn_about_effects,
 ]
 _OF_REINFORCE: list[Check] = [warn_about_clipping, warn_about_iterations]
 CHECKS_OF_GRPO: list[Check] = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..messages import warn
+from ..settings.effects import OF_TRL, SWITCH
 from ..settings.resolve import Settings
 
 
@@ -57,30 +57,17 @@ def is_untested(trl: Version) -> bool:
 
 # TRL's own correction, which changes from release to release ----------------------------------------------------------
 
-_OF_TRL = "vllm_importance_sampling_"  # prefix of the fields of TRL's own correction
-_SWITCH = f"{_OF_TRL}correction"
-
 
 @contextmanager
 def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
     """
     Switch TRL's own correction off while a trainer of TRL reads its configuration, unless
-    `rollout_correction` is `"trl"`. Warns about its fields if the user set them.
+    `rollout_correction` is `"trl"`. The configuration warned about its fields if the user set them.
     """
     if settings.by_trl:
         yield
         return
-    fields = {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith(_OF_TRL)}
-    before = {name: getattr(config, name) for name in fields}
-    chosen = {_SWITCH} if "rollout_correction" in config.given else set()
-    if set_by_user := {name: x for name, x in before.items() if x != fields[name] and name not in chosen}:
-        named = ", ".join(f"`{name}={value!r}`" for name, value in set_by_user.items())
-        kept = f"`rollout_correction` is {settings.rollout_correction!r}"
-        warn(
-            f"{named} has no effect: {kept}, which replaces TRL's own correction. To keep TRL's with these fields, set "
-            "`rollout_correction: trl`; to train without any correction, set it to disabled.",
-            next(iter(set_by_user)),
-        )
+    before = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name.startswith(OF_TRL)}
     switches = [name for name, value in before.items() if value is True]
     try:
         for name in switches:
@@ -97,7 +84,7 @@ def refuse_weights(batch: Mapping[str, Any]) -> None:
     if weights:
         raise RuntimeError(
             f"trl {INSTALLED} put {', '.join(f'`{key}`' for key in weights)} into the batch: a correction of its own, "
-            f"although `{_SWITCH}` is switched off. Completions would be corrected twice. Switch it off in your "
+            f"although `{SWITCH}` is switched off. Completions would be corrected twice. Switch it off in your "
             f"configuration, or install {TESTED}."
         )
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...messages import SettingError, warn
@@ -85,14 +85,12 @@ _IN_LOSS = ("actor.use_kl_loss", "actor.kl_loss_coef")
 _DIVERGENCES = ("actor.use_kl_loss", "algorithm.use_kl_in_reward")
 _COEFFICIENT = 0.001  # verl's default, and SkyRL's
 _ONLY_GRPO = ("delta", "loss_type", "scale_rewards")
-_NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 # Values at which a setting means what TRL does without it
 _AS_TRL: dict[str, tuple[object, ...]] = {
     "rollout.logprobs_mode": ("processed_logprobs",),
     "actor.policy_loss.loss_mode": ("vanilla", "bypass_mode"),
 }
 _AS_TRL |= {"actor.router_replay": ("disabled",), "rollout.enable_rollout_routing_replay": (False, "False", "false")}
-_DISTORTS = "changes what vLLM samples but not what the trainer scores, so that every ratio is off. Neutral is {}"
 # Names that may belong to a correction, and names with the same words that do not
 _OF_CORRECTION = re.compile(
     r"(?:^|[._])(?:ratio|tis|is|importance|imp)(?:[._]|$)|mask_(?:low|high)|off_policy|rollout_corr", re.IGNORECASE
@@ -100,6 +98,7 @@ _OF_CORRECTION = re.compile(
 _OTHER_RATIO = re.compile(
     r"(?:lr|warmup|steps|cov|replace|fresh|split|val|test|train|sample|clip)_ratio(?:_c|_low|_high)?\b"
 )
+_OPTION_OF_CORRECTION = re.compile(r"(?:^|_)(?:tis|mis|is|importance|icepop)(?:_|$)|off_policy|rollout_log_?probs", re.IGNORECASE)
 # Settings of verl's sampler that change neither what is sampled nor its log-probabilities
 _OF_WORK = re.compile(
     r"rollout\.(?:name|mode|gpu_mem|free_cache|log_prob_|max_num_|disable_log|multi_turn|agent|trace|skip)"
@@ -230,6 +229,12 @@ def suspects(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def suspicious_options(options: Iterable[str]) -> list[str]:
+    """Options of a command, such as `--use-tis`, that may correct for the sampler."""
+    names = dict.fromkeys(option.partition("=")[0] for option in options if option.startswith("-"))
+    return [name for name in names if _OPTION_OF_CORRECTION.search(re.sub(r"[-.]", "_", name))]
+
+
 def _is_off(value: object) -> bool:
     """`True` for null, false, nothing, and the numbers that mean no bound: verl's -1."""
     if value in (None, False, {}, []) or str(value).strip().lower() in ("null", "none", "false", "no", "off", ""):
@@ -238,14 +243,6 @@ def _is_off(value: object) -> bool:
         return float(str(value)) <= 0
     except ValueError:
         return False
-
-
-def comment(field: str, value: object) -> str:
-    """
-    A comment on a field of TRL that makes the sampler's distribution differ; empty for other
-    fields.
-    """
-    return _DISTORTS.format(_NEUTRAL[field]) if value != _NEUTRAL.get(field, value) else ""
 
 
 def _read(field: str, value: object, name: str) -> object:

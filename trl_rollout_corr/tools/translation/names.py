@@ -41,6 +41,13 @@ def instead_of(name: str, names: Iterable[str]) -> str:
         return (
             " It is a field of TRL's GRPOConfig alone. Remove it, and choose the correction by `rollout_correction`."
         )
-    if near := difflib.get_close_matches(name, INSTEAD, 1, 0.85):
-        return f" Did you mean {near[0]!r}, which is no field here either? {INSTEAD[near[0]]}"
+    # A misspelt field is as close to older names, such as `rollout_is_treshold` to `rollout_is_veto_threshold`
+    old = difflib.get_close_matches(name, INSTEAD, 1, 0.85)
+    if old and _likeness(name, old[0]) > max((_likeness(name, field) for field in names), default=0.0):
+        return f" Did you mean {old[0]!r}, which is no field here either? {INSTEAD[old[0]]}"
     return nearest(name, names)
+
+
+def _likeness(name: str, other: str) -> float:
+    """How alike two names are, from 0 to 1."""
+    return difflib.SequenceMatcher(None, other, name).ratio()

@@ -3,10 +3,11 @@ Files and arguments with settings, of this package and of other tools, and their
 torch.
 """
 
+import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -15,12 +16,13 @@ import yaml
 
 from ...messages import SelfContainedError, SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
+from ...settings.effects import OF_TRL, effects
 from ...settings.fields import FIELDS
-from ...settings.presets import UNSET, settings_of
-from ...settings.resolve import Settings
+from ...settings.presets import UNSET, VERL_PRESETS, settings_of
+from ...settings.resolve import Settings, resolve
 from ..text import yaml_lines
-from .counterparts import TRAINERS, comment, counterpart, suspects, to_trl
-from .of_trl import from_trl
+from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
+from .of_trl import TRL_KEYS, from_trl
 from .skyrl import from_skyrl, is_skyrl
 from .verl import NOT_SET, from_verl, split_verl, with_divergence
 
@@ -34,17 +36,34 @@ _OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
 # Names any of which marks a file as TRL's or Axolotl's
 _OF_TRL = {
     "base_model",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "max_completion_length",
+    "max_steps",
     "model_name_or_path",
     "num_generations",
+    "num_iterations",
+    "num_train_epochs",
     "output_dir",
     "per_device_train_batch_size",
     "plugins",
+    "reward_funcs",
+    "steps_per_generation",
     "use_vllm",
     "vllm_mode",
 }
 # The command of a script that starts the training, such as `python3 -m verl.trainer.main_ppo`
 _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
-_TRL = "vllm_importance_sampling_"
+# Settings of the form that verl and SkyRL read
+_KEYS_IN_SCRIPT = re.compile(r"verl|skyrl|\brollout_(?:is|rs|correction)\b|(?<![-\w])[+~]{0,2}[a-z]\w*\.[\w.]+=", re.IGNORECASE)
+# Options of slime and miles for its correction
+_OPTIONS = {
+    "use-tis": "`rollout_is: token`",
+    "tis-clip": "the upper bound, `rollout_is_threshold`",
+    "tis-clip-low": "the lower bound of a pair with `rollout_is_clamp: true`, if it is above 0",
+    "use-rollout-logprobs": "`rollout_correction: bypass_ppo_clip`",
+    "custom-tis-function-path": "a correction of its own (IcePop is `rollout_correction: decoupled_token_icepop`)",
+}
 # Values in effect for the fields that no preset decides
 _DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
 _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
@@ -83,12 +102,28 @@ def read_document(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _about_script(text: str) -> str:
-    """Advice about a shell script: which command of it starts the training."""
+    """Advice about a shell script: which command of it starts the training, or that none of its settings are known."""
+    if not _KEYS_IN_SCRIPT.search(text):
+        options = suspicious_options(re.findall(r"--[\w.-]+", text))
+        about = f" {_about_options(options)}" if options else ""
+        return f"This is a shell script without settings of verl or SkyRL, such as `algorithm.adv_estimator=grpo`.{about}"
     started = _STARTS.search(text)
     command = f"`{' '.join(started[0].split())}`" if started else "the command that is given the settings"
     return (
         f"This is a shell script: put `trl-rollout-corr convert` in the place of {command} in a copy of it, and run that. "
         "Then the shell expands its variables."
+    )
+
+
+def _about_options(options: list[str]) -> str:
+    """What to write instead of options of slime, miles and others, which are not translated."""
+    known = {name: field for name, field in _OPTIONS.items() if f"--{name}" in options}
+    written = "; ".join(f"`--{name}` is {field}" for name, field in known.items())
+    of_known = f" In slime and miles, {written}." if known else ""
+    named = ", ".join(f"`{option}`" for option in options)
+    return (
+        f"{named} {'is' if len(options) == 1 else 'are'} not translated: `convert` reads verl, SkyRL, TRL and Axolotl.{of_known} "
+        "Write the fields into a YAML file, or choose a preset (`trl-rollout-corr docs choosing`)."
     )
 
 
@@ -114,19 +149,20 @@ def convert(arguments: list[str]) -> str:
     training script of verl or SkyRL, to YAML of this package and of TRL. A warning names each
     omitted setting. YAML of TRL or Axolotl is returned as a whole.
     """
-    if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]):
+    if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]) and not _is_option(arguments[0]):
         text = read_file(arguments[0])
         content, node = read_document(text)
         if isinstance(content, Mapping):
             of_trl = content["trl"] if isinstance(content.get("trl"), Mapping) else content
-            has_trl = any(str(key).startswith(_TRL) for key in of_trl)
-            if has_trl and FIELDS.isdisjoint(content):
+            if content.keys() & _OF_TRL or any(str(key).startswith(OF_TRL) for key in of_trl):
                 return _convert_trl(text, content, node, of_trl)
-            if has_trl or content.keys() & _OF_TRL:
-                found = "fields of this package" if has_trl else f"none of TRL's `{_TRL}*`"
-                raise ValueError(f"it has {found} and needs no conversion")
         return _convert_settings(dict(_leaves(content)), _ONLY_VERL)
-    return _convert_settings(_read_overrides(arguments), _OF_VERL)
+    settings, options = _read_overrides(arguments)
+    return _convert_settings(settings, _OF_VERL, options)
+
+
+def _is_option(argument: str) -> bool:
+    return argument.startswith("-") and argument != "-"
 
 
 def system_of(content: Mapping[str, Any]) -> str:
@@ -142,23 +178,102 @@ def system_of(content: Mapping[str, Any]) -> str:
 def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
     """
     The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own
-    correction. Comments and all other lines stay.
+    correction, or the fields for a section of verl or SkyRL in it, which is removed. Comments and
+    all other lines stay.
     """
-    from_trl({key: value for key, value in of_trl.items() if str(key).startswith(_TRL)})  # an error if one is refused
-    expected = {**content, "rollout_correction": "trl"}
-    lines = "rollout_correction: trl\n"
+    sections = _sections_beside(content)
+    ours = [name for name in content if name in FIELDS and name not in sections]
+    if ours and sections:
+        remedy = "Remove one of the two."
+        raise SettingError(ours[0], content[ours[0]], f"beside `{sections[0]}`, a section of verl or SkyRL", remedy=remedy)
+    if ours:
+        named = f"fields of this package already (`{ours[0]}`)"
+        warn(f"The file has {named}, needs no conversion, and is printed as it is.")
+        _warn_about_effects({name: content[name] for name in ours}, of_trl)
+        return text
+    of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(OF_TRL)}
+    from_trl(of_correction)  # an error if one is refused
+    if of_correction.get(f"{OF_TRL}cap") is not None:
+        new = f"{OF_TRL}clip_max"
+        warn(f"`{OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{OF_TRL}cap")
+    kept = {name: value for name, value in content.items() if name not in sections}
+    fields, added = {"rollout_correction": "trl"}, {}
+    if sections:
+        fields, added = _translate({name: content[name] for name in sections}, kept)
+    _warn_about_effects(fields, {**added, **of_trl})
+    expected = {**kept, **added, **fields}
+    text = _without_lines(text, node, sections)
+    lines = yaml_lines({**added, **fields})
     if of_trl is not content and _PLUGIN not in (plugins := content.get("plugins") or []):
         if not isinstance(plugins, list):
             raise SettingError("plugins", plugins, allowed="a list of names")
         expected["plugins"] = [*plugins, _PLUGIN]
         lines += "" if plugins else f"plugins:\n- {_PLUGIN}\n"
-        text = _with_plugin(text, node) if plugins else text
+        text = _with_plugin(text, read_document(text)[1]) if plugins else text
     edited = text.rstrip() + "\n" + lines
     with suppress(ValueError):
         if read_yaml(edited) == expected:
             return edited
     warn("The file cannot be edited line by line, so that it is written anew, without its comments.")
     return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+
+
+def _sections_beside(content: Mapping[str, Any]) -> list[str]:
+    """Names of the sections of verl or SkyRL in a file of TRL that have settings of a correction."""
+    found = []
+    for name in ("rollout_correction", "algorithm", "actor_rollout_ref", "trainer"):
+        if isinstance(content.get(name), Mapping):
+            inside = dict(_leaves({name: content[name]}))
+            section = split_verl(inside)[0] if name != "trainer" else NOT_SET
+            if section is not NOT_SET or is_skyrl(inside) or name == "actor_rollout_ref":
+                found.append(name)
+    return found
+
+
+def _translate(sections: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, object]]:
+    """Fields for sections of verl or SkyRL, and TRL's fields for their other settings that the rest of the file lacks."""
+    settings = dict(_leaves(sections))
+    fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, _ONLY_VERL)
+    added = to_trl(others)
+    for name in added.keys() & kept.keys():
+        value = added.pop(name)
+        if value != kept[name]:
+            warn(f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl or SkyRL, which is left out.", name)
+    named = ", ".join(f"`{name}`" for name in sections)
+    warn(f"{named}: this section of verl or SkyRL, which no trainer of TRL reads, is translated and removed.")
+    return fields, added
+
+
+def _without_lines(text: str, node: yaml.Node | None, names: list[str]) -> str:
+    """The text of a file without the lines of some of its settings."""
+    if not names or not isinstance(node, yaml.MappingNode):
+        return text
+    lines = text.splitlines(keepends=True)
+    for key, value in reversed(node.value):
+        if key.value in names:
+            del lines[key.start_mark.line : _last_line(value) + 1]
+    return "".join(lines)
+
+
+def _last_line(node: yaml.Node) -> int:
+    """Number of the last line of a value. A block ends with its last value, before blank lines and comments."""
+    if not isinstance(node, yaml.CollectionNode) or node.flow_style or not node.value:
+        mark = node.end_mark
+        return int(mark.line - (mark.column == 0 and mark.line > node.start_mark.line))
+    last = node.value[-1]
+    return _last_line(last[1] if isinstance(last, tuple) else last)
+
+
+def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) -> None:
+    """Warn about what fields of this package and of TRL do to the loss, as the trainer does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the fields alone, for which the trainer has a check as well
+        config = RolloutCorrectionConfig(**fields)
+    settings = config.settings
+    if settings.by_trl:
+        settings = resolve(config._parsed, lambda: from_trl({k: x for k, x in of_trl.items() if k in TRL_KEYS}))
+    for effect in effects(settings, {**of_trl, **fields}):
+        warn(effect.text, effect.field)
 
 
 def _with_plugin(text: str, node: yaml.Node | None) -> str:
@@ -179,11 +294,14 @@ def _with_plugin(text: str, node: yaml.Node | None) -> str:
     )
 
 
-def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> str:
+def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], options: Sequence[str] = ()) -> str:
     """
     Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are
-    `of_verl`.
+    `of_verl`, next to `options` of the command.
     """
+    doubtful_options = suspicious_options(options)
+    if doubtful_options and not settings:
+        raise ValueError(_about_options(doubtful_options))
     fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, of_verl)
     in_effect = RolloutCorrectionConfig(**fields).settings
     if not (in_effect.corrects or in_effect.rollout_metrics_only):
@@ -195,17 +313,39 @@ def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...]) 
                 "train without a correction",
                 remedy="Choose one (`trl-rollout-corr docs choosing`), or leave this setting out.",
             )
+        if doubtful_options:
+            raise ValueError(
+                f"the result would train without a correction, although the command has one: {_about_options(doubtful_options)}"
+            )
         if is_skyrl(settings):
             warn("SkyRL does not correct with these settings, so that correction is off here as well.")
     trl = to_trl(others)
+    _warn_about_effects(fields, {"use_vllm": True, **trl})
     trainer = TRAINERS.get(
         str(next((x for name, x in others.items() if counterpart(name) == "algorithm.adv_estimator"), ""))
     )
-    lines = ["use_vllm: true", yaml_lines(fields).rstrip()]
-    for field, value in trl.items():
-        note = comment(field, value)
-        lines.append(yaml_lines({field: value}).rstrip() + (f"  # {note}" if note else ""))
-    return "\n".join([f"# for {trainer}"] * bool(trainer) + lines) + "\n"
+    preset = None if "rollout_correction" in fields else preset_of(in_effect)
+    lines = [f"# for {trainer}"] * bool(trainer) + ["use_vllm: true"]
+    lines += [f"# the settings of the preset {preset}"] * bool(preset)
+    return "\n".join([*lines, yaml_lines({**fields, **trl}).rstrip()]) + "\n"
+
+
+def preset_of(settings: Settings) -> str | None:
+    """Name of the preset whose settings these are, up to rounding; `None` for settings of no preset."""
+    for name in VERL_PRESETS:
+        values = asdict(RolloutCorrectionConfig(rollout_correction=name).settings)
+        same = all(_is_close(value, values[field]) for field, value in asdict(settings).items() if field != "rollout_correction")
+        if same and settings.corrects:
+            return name
+    return None
+
+
+def _is_close(value: object, other: object) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_close, value, other))
+    if isinstance(value, int | float) and isinstance(other, int | float):
+        return value == other or math.isclose(value, other, rel_tol=1e-5)
+    return value == other
 
 
 def _read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, object]]:
@@ -217,7 +357,7 @@ def _read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tupl
             of_others = f", and `{doubtful[0]}` is not translated" if doubtful else ""
             raise ValueError(
                 "it has no settings of verl (`actor_rollout_ref`, `algorithm.rollout_correction`) or SkyRL "
-                f"(`trainer.algorithm`), and none of TRL's `{_TRL}*`{of_others}"
+                f"(`trainer.algorithm`), and none of TRL's `{OF_TRL}*`{of_others}"
             )
         warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
         section = None
@@ -233,10 +373,10 @@ def _leaves(content: object, above: str = "") -> Iterator[tuple[str, object]]:
         yield above, content
 
 
-def _read_overrides(arguments: list[str]) -> dict[str, object]:
+def _read_overrides(arguments: list[str]) -> tuple[dict[str, object], list[str]]:
     """
-    Dotted name and value of each argument of the form `key=value`. Other options of the command
-    share one warning.
+    Dotted name and value of each argument of the form `key=value`, and the other options of the
+    command, which share one warning.
     """
     settings: dict[str, object] = {}
     options: list[str] = []
@@ -254,7 +394,7 @@ def _read_overrides(arguments: list[str]) -> dict[str, object]:
                 settings[key] = value
     if options:
         warn(f"{' '.join(options)}: options of Python and Hydra are left out. A file that they name is not read.")
-    return settings
+    return settings, options
 
 
 def _read_argument(key: str, text: str) -> object:

@@ -5,6 +5,7 @@ This follows SkyRL's source of August 2026. Its bounds apply to the ratio (train
 and it takes the trainer's log-probabilities before the step, as decoupled mode does here.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,6 +157,7 @@ def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
     elif None not in distances:
         low, high = (parse_number(x, "token_mask_eps") for x in distances)
         criteria["token_k1"] = [max(1 - low, 0.0), 1 + high]
+        _warn_about_forks(low, high)
     metric = section.get("sequence_mask_metric")
     if metric is not None and metric not in [*_METRICS]:
         raise SettingError("sequence_mask_metric", metric, allowed=f"{', '.join(_METRICS)} or null")
@@ -172,6 +174,20 @@ def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
             "token_mask_is_threshold_low",
         )
     return criteria
+
+
+def _warn_about_forks(low: float, high: float) -> None:
+    """Name the reading of a key that SkyRL itself lacks, and what the other readings would be."""
+    kept, of_ratio, of_logarithm = (
+        f"[{bounds[0]:.4g}, {bounds[1]:.4g}]"
+        for bounds in ((max(1 - low, 0.0), 1 + high), (low, high), (math.exp(-min(low, 700.0)), math.exp(min(high, 700.0))))
+    )
+    warn(
+        "Forks of SkyRL use `token_mask_eps_low` and `token_mask_eps_high` with more than one meaning. Here they are read as "
+        f"distances of the ratio from 1, which keeps ratios in {kept}. If they are bounds of the ratio in your fork, the entry "
+        f"of `token_k1` in `rollout_rs_threshold` must be {of_ratio}, and {of_logarithm} if they are bounds of its logarithm.",
+        "token_mask_eps_low",
+    )
 
 
 def _bounds(pair: list[Any], name: str) -> list[float]:
