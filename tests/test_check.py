@@ -76,6 +76,31 @@ def test_warnings_of_the_configuration_are_remarks(check):
     assert any("`rollout_dump_steps`" in remark for remark in report["remarks"])
 
 
+OF_TRL = "vllm_importance_sampling_"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("max_completion_length: 8192\n", "keeps 6.6 % to 0.38 % of its loss on average. Set `vllm_importance_sampling_mode`"),
+        ("max_completion_length: 600\n", ""),
+        (f"max_completion_length: 8192\n{OF_TRL}mode: token_truncate\n", ""),
+        ("max_completion_length: 8192\nrollout_correction: auto\n", ""),
+        ("max_completion_length: 8192\nrollout_correction: decoupled_seq_is\n", "Set `rollout_is` to token."),
+        ("max_completion_length: 8192\nrollout_correction: decoupled_geo_rs\n", "`seq_mean_k1` rejects 33 to 92 %"),
+        (f"{OF_TRL}correction: false\n{OF_TRL}mode: token_mask\n", f"`{OF_TRL}mode='token_mask'` has no effect: "),
+        (f"{OF_TRL}correction: false\nmax_completion_length: 8192\n", ""),
+        (f"{OF_TRL}cap: 2.0\n", f"`{OF_TRL}cap` argument is deprecated"),
+        (f"rollout_correction: auto\n{OF_TRL}mode: token_mask\n", "which replaces TRL's own correction"),
+    ],
+)
+def test_what_a_file_does_to_the_loss_is_a_remark(check, text, part):
+    own = "" if "rollout_correction" in text else "rollout_correction: trl\n"
+    code, report = check(f"use_vllm: true\n{own}{text}", "--trainer", "grpo")
+    assert code == 0
+    assert [part in remark for remark in report["remarks"]] == [True] * bool(part)
+
+
 @pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
 def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
@@ -119,6 +144,11 @@ def test_a_file_without_a_sampler_is_told_so(check, trainer, text, message):
     ("text", "message"),
     [
         ("rollout_engine_kwargs: {quantisation: fp8}\n", "Did you mean 'quantization'?"),
+        ("rollout_is_treshold: 2\n", "Did you mean 'rollout_is_threshold'?"),
+        ("rollout_engine_kwargs: {quantization: int8}\n", "which is no scheme of vLLM 0"),
+        ("rollout_engine_kwargs: {quantization: int8}\n", "'int8_per_channel_weight_only'"),
+        ("rollout_engine_kwargs: {kv_cache_dtype: int4}\n", "which is no `kv_cache_dtype` of vLLM 0"),
+        ("rollout_engine_kwargs: {dtype: fp16}\n", "Did you mean 'float16'"),
         ("max_steps: 1.0e+400\n", "`max_steps` is inf"),
         ("num_generations: 0\n", "TRL divides by one of these settings, which are 0: `num_generations`."),
         ("learning_rate: .nan\n", "`learning_rate` is NaN"),
@@ -163,7 +193,7 @@ def test_marks_of_direction_are_written_out(tmp_path, capsys):
     assert "`abc\\ud800` is no field" in output
 
 
-SIGN = "Importing PyTorch, TRL and vLLM to read {} as the trainer would. This takes up to a minute.\n"
+SIGN = "Importing PyTorch, TRL and vLLM to read {} as the trainer would. This may take a minute or two.\n"
 
 # Ends at the first import that takes long
 WITHOUT_HEAVY_IMPORTS = """

@@ -52,7 +52,7 @@ def _check_installation(as_json: bool) -> tuple[str, bool]:
 @contextmanager
 def _importing(purpose: str) -> Iterator[None]:
     """Print what takes so long, and hide vLLM's messages below an error during the import."""
-    sys.stderr.write(f"Importing PyTorch, TRL and vLLM to {purpose}. This takes up to a minute.\n")
+    sys.stderr.write(f"Importing PyTorch, TRL and vLLM to {purpose}. This may take a minute or two.\n")
     sys.stderr.flush()
     vllm, level = logging.getLogger("vllm"), os.environ.get("VLLM_LOGGING_LEVEL")
     before = vllm.level
@@ -277,5 +277,5 @@ def _parse(config_class: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]
         parser = Parser((config_class,))
         parser.set_defaults_with_config(**given)
         (config,) = parser.parse_args_into_dataclasses([])
-    told = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, (UserWarning, FutureWarning))]
     return config, list(dict.fromkeys(told))

@@ -5,7 +5,9 @@ are doubtful.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
 
 from trl.generation import vllm_generation
 
@@ -93,6 +95,48 @@ def known_arguments(engine: Callable[..., Any]) -> set[str] | None:
     return {name for name, parameter in {**own, **passed_on}.items() if parameter.kind is not parameter.VAR_KEYWORD}
 
 
+def check_values(kwargs: Mapping[str, object]) -> None:
+    """Refuse values that the engine of the installed vLLM does not list for an argument."""
+    for name, value in kwargs.items():
+        known = known_schemes() if name == "quantization" else known_values(name)
+        if known is None or not isinstance(value, str) or value in known:
+            continue
+        alike = [other for other in known if value.lower() in other] or get_close_matches(value, known, 1)
+        hint = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else f" It takes {', '.join(known)}."
+        what = "scheme" if name == "quantization" else f"`{name}`"
+        scheme = " `trl-rollout-corr docs quantised#which-scheme` says where each works." if what == "scheme" else ""
+        raise ValueError(
+            f"`rollout_engine_kwargs` has {name!r}: {value!r}, which is no {what} of vLLM {_version()}.{hint}{scheme}"
+        )
+
+
+def known_schemes() -> list[str] | None:
+    """Names of the schemes of quantization of the installed vLLM and of its plugins, or `None` if unknown."""
+    try:
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # as an engine does; they may register further schemes
+        return list(QUANTIZATION_METHODS)
+    except Exception:  # vLLM is missing or moved them, so vLLM itself must refuse
+        return None
+
+
+def known_values(name: str) -> list[str] | None:
+    """Values that the installed vLLM lists for an argument; `None` if it takes others or does not tell."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        listed = next(field.type for field in fields(EngineArgs) if field.name == name)
+    except Exception:
+        return None
+    parts = [listed] if get_origin(listed) is Literal else [part for part in get_args(listed) if part is not type(None)]
+    if not parts or any(get_origin(part) is not Literal for part in parts):
+        return None
+    values = [value for part in parts for value in get_args(part)]
+    return values if all(isinstance(value, str) for value in values) else None
+
+
 def known_sampling_options() -> set[str] | None:
     """Names of the sampling options of the installed vLLM, or `None` if unknown."""
     try:
@@ -149,6 +193,7 @@ def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *,
     check_sampling(config.generation_kwargs or {}, colocated=config.vllm_mode == "colocate")
     check_reserved(kwargs)
     check_names(kwargs)
+    check_values(kwargs)
     check_routing(config, settings)
     check_support(config, settings, truncates=truncates)
     warn_about_engine(kwargs)
