@@ -7,8 +7,8 @@ import pyarrow as pa
 from numpy.typing import DTypeLike
 
 
-# The version grows when a column is added, removed, or changes its meaning; readers refuse another
-# version.
+# The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding` and
+# `again_logps`, 3 `turn_ids` and a column that 4 removed, and 5 nulls in `rollout_logps`; the reader takes them all.
 FORMAT, VERSION = "trl_rollout_corr.dump", 5
 
 

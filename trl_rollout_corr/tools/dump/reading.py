@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...messages import PREFIX
+from ...settings.fields import FIELDS
 from ..monitor.advice import known_age
 from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
@@ -156,24 +157,39 @@ def _footer(path: Path) -> _File:
         version = metadata.get(FORMAT.encode())
         if version is None:
             raise ValueError(f"{path.name} is a Parquet file, but `rollout_dump_dir` did not write it")
-        if version != str(VERSION).encode():
-            found = version.decode(errors="replace")
-            raise ValueError(
-                f"{path.name} is in version {found} of the dump format, but this release reads version {VERSION}"
-            )
-        _check_schema(path, schema)
+        earlier = _is_earlier(path, version.decode(errors="replace"))
+        _check_schema(path, schema, earlier=earlier)
         groups = [_size(file.metadata.row_group(i)) for i in range(file.num_row_groups)]
         settings, about = (_object(path, metadata, key) for key in ("settings", "about"))
+        if earlier:  # a field that no longer exists would make all settings unreadable
+            settings = {name: x for name, x in settings.items() if name in FIELDS or not name.startswith("rollout_")}
     found_file = _File(path, groups, settings, {key: str(value) for key, value in about.items()})
     if found_file.tokens > _LARGEST:
         raise ValueError(f"{path.name} contains {found_file.tokens:,} tokens, more than a command can read")
     return found_file
 
 
-def _check_schema(path: Path, schema: pa.Schema) -> None:
-    """Refuse a file that lacks a column of a dump, or where its type differs."""
+def _is_earlier(path: Path, version: str) -> bool:
+    """
+    True if an earlier release wrote a file. Each version of the format added columns that may be
+    null, or dropped one that nothing reads, so that its files are valid. Raises a `ValueError` for
+    a version that this release does not know.
+    """
+    if version.isdecimal() and 1 <= int(version) <= VERSION:
+        return int(version) < VERSION
+    raise ValueError(
+        f"{path.name} is in version {version} of the dump format, and this release reads versions 1 to {VERSION}. Read it with "
+        "the release of trl-rollout-corr that wrote it, or a later one"
+    )
+
+
+def _check_schema(path: Path, schema: pa.Schema, *, earlier: bool) -> None:
+    """Refuse a file that lacks a column of a dump, or where its type differs. An earlier release may not know one."""
+    unknown = {column.name for column in COLUMNS if column.null} if earlier else set()
     for field in SCHEMA:
         if field.name not in schema.names:
+            if field.name in unknown:
+                continue
             raise ValueError(f"{path.name} lacks the column `{field.name}`, which every dump contains")
         found = schema.field(field.name).type
         if str(found).replace("element: ", "item: ") != str(field.type):
@@ -251,7 +267,10 @@ def _read_rows(
     names = [name for name in SCHEMA.names if name in columns]
     batches = [*_batches(file, names, chosen)]
     schema = batches[0].schema if batches else pa.schema([SCHEMA.field(name) for name in names])
-    table = _checked(file.path, pa.Table.from_batches(batches, schema).replace_schema_metadata())
+    table = pa.Table.from_batches(batches, schema).replace_schema_metadata()
+    for name in [name for name in names if name not in table.column_names]:  # of a later version than the file's
+        table = table.append_column(name, pa.nulls(len(table), SCHEMA.field(name).type))
+    table = _checked(file.path, table.select(names))
     if chosen is not None and sampled is not None:
         place = table.schema.get_field_index("sampled")
         table = table.set_column(place, table.schema.field(place), pa.array(sampled[chosen]))
