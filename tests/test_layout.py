@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 # The core decides the loss and its metrics. A module imports modules above it
 CORE = {
     "": ["messages", "door"],
-    "settings": ["criteria", "presets", "thresholds", "of_trl", "fields", "resolve", "config"],  # so far without torch
+    # so far without torch
+    "settings": ["criteria", "presets", "thresholds", "of_trl", "fields", "resolve", "effects", "config"],
     "correction": [
         "functional",
         "sums",
@@ -63,6 +64,7 @@ TOOLS = {
         "bands",
         "stock",
         "windows",
+        "history",
         "texts",
         "rule",
         "conditions",
@@ -78,10 +80,10 @@ TOOLS = {
         "folder",
         "sample",
         "claims",
-        "states",
         "reading",
         "writing",
     ],
+    "tools.logs": ["tables", "trackers", "reading"],
     "tools.diagnosis": [
         "observed",
         "evidence",

@@ -12,7 +12,7 @@ from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
 from ..dump.reading import Dump, open_dump
-from ..dump.states import STATE, first_readable, merge, states_of
+from ..logs.reading import KINDS, first_readable, is_log, logs_of, merge, split_source
 from ..translation.setting_files import has_settings, read_settings
 
 
@@ -37,7 +37,7 @@ def read_run(source: str) -> Run:
     source.
     """
     try:
-        run = _read(Path(source))
+        run = _read(*split_source(source))
     except OSError as error:
         raise SelfContainedError(f"{source}: {error.strerror or error}") from None
     except ValueError as error:
@@ -47,14 +47,14 @@ def read_run(source: str) -> Run:
     return run
 
 
-def _read(path: Path) -> Run:
-    states, folder = _parts_of(path)
+def _read(path: Path, name: str) -> Run:
+    logs, folder = _parts_of(path)
     dump, settings = None, None
     damage: list[str] = []
     entries: list[dict[str, Any]] = []
     about: dict[str, str] = {}
-    if states:
-        entries = first_readable(states, damage, needed=folder is None)
+    if logs:
+        entries = first_readable(logs, damage, needed=folder is None, run=name)
     if folder is not None:
         dump = open_dump(path, _COLUMNS)
         if has_settings(dump.settings):
@@ -67,19 +67,19 @@ def _read(path: Path) -> Run:
         entries = [*read_logs(folder), *entries]
     merged = merge(entries)
     if not merged and dump is None:
-        raise ValueError(f"{states[0].name} contains no log entry with a step and metrics")
+        raise ValueError(f"{logs[0].name} contains no log entry with a step and metrics")
     return Run(merged, _table_of(merged), dump, settings, about, damage)
 
 
 def _parts_of(path: Path) -> tuple[list[Path], Path | None]:
-    """States of a trainer, latest first, and the dump (folder or file), in or at a path."""
+    """Logs of a run, the best first, and the dump (folder or file), in or at a path."""
     if path.is_dir():
-        states, dump = states_of(path), find_dump(path)
-        if not states and dump is None:
-            raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a run ({STATE})")
-        return states, dump
+        logs, dump = logs_of(path), find_dump(path)
+        if not logs and dump is None:
+            raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a log ({KINDS})")
+        return logs, dump
     if path.is_file():
-        return ([path], None) if path.suffix == ".json" else ([], path)
+        return ([path], None) if is_log(path) else ([], path)
     if path.exists():
         raise ValueError("this is neither a file nor a folder")
     raise ValueError("no such file or folder")

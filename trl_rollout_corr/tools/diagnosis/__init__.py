@@ -19,8 +19,8 @@ from ...settings.resolve import Settings
 from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
-from ..dump.states import first_readable, merge, states_of
-from ..monitor.examine import examine, is_small
+from ..logs.reading import first_readable, is_log, logs_of, merge, split_source
+from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.stock import value_of
 from ..translation.setting_files import settings_of_run
 from . import trl_log
@@ -59,7 +59,7 @@ def _opened(path: str | Path) -> Dump:
 def _tokens_of(dump: Dump) -> DumpedTokens:
     logs = read_logs(dump.path)
     settings = settings_of_run(dump.settings)
-    alarms = examine(logs, settings, num_iterations=iterations_of(dump.settings), fields=dump.settings)
+    alarms = alarms_of_log(logs, settings, num_iterations=iterations_of(dump.settings), fields=dump.settings)
     return observe_dump(dump, settings, quiet=not alarms and is_small(logs))
 
 
@@ -112,8 +112,9 @@ def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool
     The diagnosis of a dump as text or as JSON, and whether nothing needs to be done. A run without
     a dump gets the suspicion from the log of its trainer.
     """
-    if states := _without_dump(Path(path)):
-        return _suspect(states, as_json=as_json)
+    log, run = split_source(str(path))
+    if logs := _without_dump(log):
+        return _suspect(logs, run, as_json=as_json)
     dump = _opened(path)
     diagnosis = diagnose(_tokens_of(dump))
     if as_json:
@@ -123,21 +124,21 @@ def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool
 
 
 def _without_dump(path: Path) -> list[Path]:
-    """The states of a run without a dump; empty if there is a dump."""
+    """The logs of a run without a dump, the best first; empty if there is a dump."""
     if path.is_file():
-        return [path] if path.suffix == ".json" else []
+        return [path] if is_log(path) else []
     try:
-        return states_of(path) if path.is_dir() and find_dump(path) is None else []
+        return logs_of(path) if path.is_dir() and find_dump(path) is None else []
     except OSError:  # the reader of the dump reports it
         return []
 
 
-def _suspect(states: list[Path], *, as_json: bool) -> tuple[str, bool]:
+def _suspect(logs: list[Path], run: str, *, as_json: bool) -> tuple[str, bool]:
     """The suspicion from the log of a trainer as text or JSON, and whether there is none."""
     damage: list[str] = []
-    entries = merge(first_readable(states, damage, needed=True))
+    entries = merge(first_readable(logs, damage, needed=True, run=run))
     for sentence in damage:
-        warn(f"{states[0].parent}: {sentence}.")
+        warn(f"{logs[0].parent}: {sentence}.")
     course = course_of(entries)
     if course is None:
         raise ValueError(

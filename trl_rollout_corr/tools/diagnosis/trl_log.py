@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...messages import capitalized
-from ...settings.config import RolloutCorrectionConfig
-from ...settings.resolve import Settings
 from ..monitor.stock import GAP, LENGTH, RATIO, value_of
 from ..text import number, yaml_lines
 
@@ -209,13 +207,6 @@ def _of_numbers(course: RatioCourse) -> list[Suspicion]:
     if (_per_token(course) or 0.0) > _MUCH:
         return [_FROM_THE_START, _DISTORTED]
     return [_LENGTH, _DISTORTED]
-
-
-def of_trl() -> Settings:
-    """
-    Settings of TRL's default, which the rules assume for a run of TRL, because its log names none.
-    """
-    return RolloutCorrectionConfig(rollout_correction="trl").settings
 
 
 # In words ---------------------------------------------------------------------------------------------------------------

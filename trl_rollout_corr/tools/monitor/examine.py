@@ -10,8 +10,10 @@ from typing import Any
 
 from ...messages import SettingError, nearest
 from ...settings.resolve import Settings
+from .history import WITHOUT_METRICS, as_logged, is_window
 from .rule import Alarm, Bound
 from .rules import BOUNDS, SILENCED
+from .stock import settings_of_trl, windows_of_stock
 from .texts import fill
 from .windows import Course, Window, is_training_window
 
@@ -164,15 +166,17 @@ def examine(
     fields: Mapping[str, Any] | None = None,
 ) -> list[Alarm]:
     """
-    Apply the rules to the log of a run, as the monitor does during the run.
+    Apply the rules to the log of a run, as the monitor does during the run and `report` afterwards.
 
     Args:
         history (`Iterable[Mapping]`):
-            Entries of `trainer.state.log_history`, each with a `step`.
+            Entries of `trainer.state.log_history`, each with a `step`, or rows of a tracker, with
+            `train/global_step` and the prefix `train/`. The log may also be one of TRL's own
+            trainer; the rules then read TRL's mean ratio.
         settings ([`~trl_rollout_corr.settings.resolve.Settings`], *optional*):
             Settings of the run, `args.settings`, whose `rollout_monitor_bounds` apply. Without them
             nobody knows whether the run corrects, so `k3_high`, `k3_uncorrected`, `gap_stays` and
-            `gap_clipped` stay silent.
+            `gap_clipped` stay silent. A log of TRL's own trainer is read with TRL's default.
         num_iterations (`int`, *optional*, defaults to `1`):
             How often the run trains on a batch: TRL's field of this name.
         fields (`Mapping[str, Any]`, *optional*):
@@ -180,7 +184,28 @@ def examine(
             TRL corrects only GRPO, and only with vLLM.
 
     Returns:
-        `list[Alarm]`: one per bound, the most serious first.
+        `list[Alarm]`: one per bound, the most serious first; empty if no rule finds anything.
+
+    Raises:
+        `ValueError`: if no entry shows metrics of this package or of TRL's own correction, so that
+        there is nothing to examine.
     """
+    entries = as_logged(history)
+    if entries and not any(map(is_window, entries)):
+        raise ValueError(f"`history` {WITHOUT_METRICS}")
+    return alarms_of_log(entries, settings, num_iterations=num_iterations, fields=fields)
+
+
+def alarms_of_log(
+    history: Iterable[Mapping[str, object]],
+    settings: Settings | None = None,
+    *,
+    num_iterations: int = 1,
+    fields: Mapping[str, Any] | None = None,
+) -> list[Alarm]:
+    """As [`examine`], of a log that may be without metrics, such as the log of a dump."""
+    entries = as_logged(history)
+    if not any(map(is_training_window, entries)) and (of_trl := windows_of_stock(entries)):
+        entries, settings = of_trl, settings or settings_of_trl()
     limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
-    return Examiner(settings, limits, num_iterations, fields).alarms_of(history)
+    return Examiner(settings, limits, num_iterations, fields).alarms_of(entries)

@@ -8,12 +8,12 @@ import pandas as pd
 from ...messages import PREFIX
 from ..analysis.run import Run
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
-from ..diagnosis.trl_log import RatioCourse, course_of, headline, of_trl, suspicions
+from ..diagnosis.trl_log import RatioCourse, course_of, headline, suspicions
 from ..monitor.bands import HEALTHY, in_words
 from ..monitor.conditions import without_advantages
-from ..monitor.examine import examine, is_small
+from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
-from ..monitor.stock import RATIO, windows_of_stock
+from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
 from ..text import number, steps
 from ..translation.setting_files import settings_of_run
@@ -54,8 +54,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     fields = {} if run.dump is None else run.dump.settings
     course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
-    entries, settings = (run.entries, run.settings) if course is None else (windows_of_stock(run.entries), of_trl())
-    alarms = examine(entries, settings, num_iterations=iterations_of(fields), fields=fields)
+    alarms = alarms_of_log(run.entries, run.settings, num_iterations=iterations_of(fields), fields=fields)
     diagnosis = None if letter else _diagnose(run, quiet=not alarms and is_small(run.entries))
     return Facts(name, letter, run, windows, alarms, diagnosis, course)
 
