@@ -82,7 +82,10 @@ OF_TRL = "vllm_importance_sampling_"
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("max_completion_length: 8192\n", "keeps 6.6 % to 0.38 % of its loss on average. Set `vllm_importance_sampling_mode`"),
+        (
+            "max_completion_length: 8192\n",
+            "keeps 6.6 % to 0.38 % of its loss on average. Set `vllm_importance_sampling_mode`",
+        ),
         ("max_completion_length: 600\n", ""),
         (f"max_completion_length: 8192\n{OF_TRL}mode: token_truncate\n", ""),
         ("max_completion_length: 8192\nrollout_correction: auto\n", ""),

@@ -940,16 +940,20 @@ TOGETHER = {  # columns of the table in docs/choosing.md
 }
 
 
+SHORT = {"max_completion_length": 64}  # length has warnings of its own
+
+
 def outcome(column: str, preset: str, fields: dict) -> str:
     """The word of the table for one configuration that is built."""
     classes = {"RLOO": "RLOO", "asynchronous": "AsyncGRPO"}
     config = getattr(trl_rollout_corr, f"RolloutCorrected{classes.get(column, 'GRPO')}Config")
+    vllm = {} if column == "asynchronous" else {"use_vllm": True}
     if preset == "trl with token_truncate":
         preset, fields = "trl", {**fields, TRL + "mode": "token_truncate"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            config(**MACHINE, rollout_correction=preset, **fields)
+            config(**MACHINE, **SHORT, rollout_correction=preset, **{**vllm, **fields})
         except (TypeError, ValueError) as error:
             return "`TypeError`" if isinstance(error, TypeError) else "error"
     return "warning" if any(isinstance(one.message, SettingWarning) for one in caught) else "works"

@@ -460,7 +460,10 @@ OPENRLHF = "#!/bin/bash\npython3 -m openrlhf.cli.train_ppo_ray --algo.advantage.
     ("given", "named"),
     [
         (SLIME, ["`--use-tis`, `--tis-clip` are not translated", "`--use-tis` is `rollout_is: token`"]),
-        (["algorithm.adv_estimator=grpo", "--use-tis", "--tis-clip", "2.0"], ["train without a correction", "`--tis-clip`"]),
+        (
+            ["algorithm.adv_estimator=grpo", "--use-tis", "--tis-clip", "2.0"],
+            ["train without a correction", "`--tis-clip`"],
+        ),
         (["--use-tis", "--tis-clip=2.0"], ["`--use-tis`, `--tis-clip` are not translated"]),
         (["--use-tis"], ["`--use-tis` is not translated"]),
         (OPENRLHF, ["`--algo.advantage.is_correction_level` is not translated"]),
@@ -505,7 +508,8 @@ def rejects(**criteria):
         ("token_mask_is_threshold_low=0.5", {"rollout_correction": "disabled"}, ["has no effect", "SkyRL does not"]),
         ("tis_ratio_type=null geo_mask_high=1.01", {"rollout_correction": "disabled"}, ["SkyRL does not correct"]),
         ("tis_ratio_type=sequence token_mask_eps_low=.2 token_mask_eps_high=.2",
-         {**rejects(token_k1=[0.8, 1.2]), "rollout_is": "sequence", "rollout_is_threshold": 5.0}, ["with more than one meaning", "do not count in the"]),
+         {**rejects(token_k1=[0.8, 1.2]), "rollout_is": "sequence", "rollout_is_threshold": 5.0},
+         ["with more than one meaning", "do not count in the"]),
     ],
 )  # fmt: skip
 def test_the_correction_of_skyrl(convert, given, written, said):
@@ -695,11 +699,13 @@ PLAIN = "# mine\nmodel_name_or_path: m\nlearning_rate: 1e-6  # small\nmax_comple
 def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, length, shares):
     """The calculation of `docs/trl.md`."""
     text = PLAIN.format(length)
-    written, said, output = convert(text)
+    _, said, output = convert(text)
     assert output == text + LINE
     assert ["max_completion_length" in line for line in said] == [True] * bool(shares)
     if shares:
-        assert f"one of this length keeps {shares} of its loss on average. Set `vllm_importance_sampling_mode`" in said[0]
+        assert (
+            f"one of this length keeps {shares} of its loss on average. Set `vllm_importance_sampling_mode`" in said[0]
+        )
     assert convert(text + "vllm_importance_sampling_mode: token_truncate\n")[1] == []
     off = "vllm_importance_sampling_correction: false\n"
     assert convert(text + off)[1] == []
@@ -714,13 +720,18 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
         ("vllm_importance_sampling_cap: 2.0\n", ["write `vllm_importance_sampling_clip_max`"]),
         (
             "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask\n",
-            ["`vllm_importance_sampling_mode='token_mask'` has no effect: `vllm_importance_sampling_correction` is False"],
+            [
+                "`vllm_importance_sampling_mode='token_mask'` has no effect: `vllm_importance_sampling_correction` is False"
+            ],
         ),
         (
             "vllm_importance_sampling_correction: false\nvllm_importance_sampling_clip_max: 2.0\n",
             ["`vllm_importance_sampling_clip_max=2.0` has no effect"],
         ),
-        ("rollout_correction: auto\nvllm_importance_sampling_mode: token_mask\n", ["needs no", "which replaces TRL's own"]),
+        (
+            "rollout_correction: auto\nvllm_importance_sampling_mode: token_mask\n",
+            ["needs no", "which replaces TRL's own"],
+        ),
     ],
 )
 def test_a_file_of_trl_is_told_what_has_no_effect(convert, text, parts):
@@ -758,7 +769,10 @@ learning_rate: 1e-6
 )  # fmt: skip
 def test_a_section_of_verl_in_a_file_of_trl_is_translated(convert, text):
     written, said, output = convert(text)
-    assert {name: x for name, x in written.items() if name.startswith("rollout")} == {**TOKEN, "rollout_is_threshold": 3.0}
+    assert {name: x for name, x in written.items() if name.startswith("rollout")} == {
+        **TOKEN,
+        "rollout_is_threshold": 3.0,
+    }
     assert not written.keys() & {"algorithm", "actor_rollout_ref"}
     assert "use_vllm: true  # yes\n# the algorithm\n" in output
     assert "# the rest\nlearning_rate: 1e-6\n" in output

@@ -638,7 +638,7 @@ def test_dumps_of_earlier_versions_are_read(command, version, tmp_path, capsys, 
 
 
 def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):
-    first, second = dump.files_of(make_dump(tmp_path, steps=2))
+    first, _ = dump.files_of(make_dump(tmp_path, steps=2))
     in_version(first, 1, *LATER[1])
     sequences = open_dump(tmp_path).sequences
     assert {*sequences.step} == {1, 2}
@@ -649,7 +649,9 @@ def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):
 def test_versions_of_later_releases_are_refused_with_a_remedy(tmp_path, version):
     (path,) = dump.files_of(make_dump(tmp_path, steps=1))
     in_version(path, version)
-    with pytest.raises(ValueError, match=rf"is in version {version} of .* reads versions 1 to 5. Read it with the release"):
+    with pytest.raises(
+        ValueError, match=rf"is in version {version} of .* reads versions 1 to 5. Read it with the release"
+    ):
         read_dump(tmp_path)
     in_version(path, 4, "reward")
     with pytest.raises(ValueError, match="lacks the column `reward`, which every dump contains"):

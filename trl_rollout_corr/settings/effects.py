@@ -39,7 +39,7 @@ SWITCH, MODE = f"{OF_TRL}correction", f"{OF_TRL}mode"
 _GAPS = (0.0008, 0.002)
 # Worth a warning: a mean weight or an effective sample size below, or a share of rejected completions above. They are
 # calculated for the longest completion, and most are shorter, so that these limits are wider than the healthy ones
-_SMALL_WEIGHT, _FEW, _MANY_REJECTED = 0.75, 0.5, 0.3
+_SMALL_WEIGHT, _FEW, _MANY_REJECTED = 0.75, 0.4, 0.3
 _MOST = 500.0  # variance from which the numbers no longer change
 
 
@@ -80,14 +80,14 @@ def _of_trl(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
         if off and bounds:
             yield Effect(
                 next(iter(bounds)),
-                f"{_listed(bounds)} {_have(bounds)} no effect: `{SWITCH}` is False, so that nothing corrects the loss. Remove {_it(bounds)}, "
-                f"or set `{SWITCH}` to True.",
+                f"{_listed(bounds)} {_have(bounds)} no effect: `{SWITCH}` is False, so that nothing corrects the loss. "
+                f"Remove {_it(bounds)}, or set `{SWITCH}` to True.",
             )
         elif bounds and not fields.get("use_vllm", True):
             yield Effect(
                 next(iter(bounds)),
-                f"{_listed(bounds)} {_have(bounds)} no effect: `use_vllm` is False, and TRL corrects completions of vLLM alone. Remove "
-                f"{_it(bounds)}, or set `use_vllm` to True.",
+                f"{_listed(bounds)} {_have(bounds)} no effect: `use_vllm` is False, and TRL corrects completions of vLLM "
+                f"alone. Remove {_it(bounds)}, or set `use_vllm` to True.",
             )
         return
     if fields.get("rollout_correction", "default") != "default":  # then switching TRL's correction off repeats it
@@ -140,8 +140,8 @@ def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
         replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`),"
     yield Effect(
         next(iter(changed)),
-        f"{_listed(changed)} {'changes' if len(changed) == 1 else 'change'} the distribution vLLM samples from, but not the one the trainer computes, so that every "
-        "ratio is off by the probability mass that was cut or moved. Leave "
+        f"{_listed(changed)} {'changes' if len(changed) == 1 else 'change'} the distribution vLLM samples from, but not the "
+        "one the trainer computes, so that every ratio is off by the probability mass that was cut or moved. Leave "
         f"{_it(changed)} at the default,{replay} or expect biased ratios, weights and rejections.",
     )
 
@@ -152,14 +152,19 @@ def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
 def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
     """What the longest completions lose to weights and bounds of whole completions."""
     length = fields.get("max_completion_length")
-    if isinstance(length, bool) or not isinstance(length, int | float) or not 0 < length < inf or not settings.corrects:
+    if (
+        isinstance(length, bool)
+        or not isinstance(length, int | float)
+        or not 0 < length < inf
+        or not settings.corrects
+    ):
         return
     if settings.by_trl and not fields.get("use_vllm", True):
         return
     bounding = settings.bounding
-    if bounding is not None and bounding.level == "sequence" and settings.applies_weights:
-        if lost := _lost_weight(bounding, length):
-            yield Effect("max_completion_length", _begin(length) + _about_weights(settings, lost))
+    of_completions = bounding is not None and bounding.level == "sequence" and settings.applies_weights
+    if of_completions and (lost := _lost_weight(bounding, length)):
+        yield Effect("max_completion_length", _begin(length) + _about_weights(settings, lost))
     for criterion in settings.criteria:
         rejected = [1 - kept_share(criterion, gap, length) for gap in _GAPS]
         if criterion.scope in _PASSES and min(rejected) > _MANY_REJECTED:
@@ -176,11 +181,15 @@ def _about_weights(settings: Settings, lost: str) -> str:
         remedy = f"Set `{MODE}` to token_truncate, or `rollout_correction` to auto."
     else:
         which, remedy = "`rollout_is` gives", "Set `rollout_is` to token."
-    return f", and {which} a completion one weight, the product of its tokens' ratios. {_BY_CALCULATION}, {lost} {remedy}"
+    return (
+        f", and {which} a completion one weight, the product of its tokens' ratios. {_BY_CALCULATION}, {lost} {remedy}"
+    )
 
 
 def _is_default(settings: Settings) -> bool:
-    return settings.rollout_is_threshold == [0.0, DEFAULTS_OF_TRL[f"{OF_TRL}clip_max"]] and not settings.rollout_is_clamp
+    return (
+        settings.rollout_is_threshold == [0.0, DEFAULTS_OF_TRL[f"{OF_TRL}clip_max"]] and not settings.rollout_is_clamp
+    )
 
 
 _BY_CALCULATION = "By calculation, with a `k3_kl` of {:g} to {:g}, as BF16 causes it".format(*_GAPS)

@@ -104,7 +104,7 @@ def check_values(kwargs: Mapping[str, object]) -> None:
         alike = [other for other in known if value.lower() in other] or get_close_matches(value, known, 1)
         hint = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else f" It takes {', '.join(known)}."
         what = "scheme" if name == "quantization" else f"`{name}`"
-        scheme = " `trl-rollout-corr docs quantised#which-scheme` says where each works." if what == "scheme" else ""
+        scheme = " `trl-rollout-corr docs models#which-scheme` says where each works." if what == "scheme" else ""
         raise ValueError(
             f"`rollout_engine_kwargs` has {name!r}: {value!r}, which is no {what} of vLLM {_version()}.{hint}{scheme}"
         )
@@ -130,7 +130,9 @@ def known_values(name: str) -> list[str] | None:
         listed = next(field.type for field in fields(EngineArgs) if field.name == name)
     except Exception:
         return None
-    parts = [listed] if get_origin(listed) is Literal else [part for part in get_args(listed) if part is not type(None)]
+    parts = (
+        [listed] if get_origin(listed) is Literal else [part for part in get_args(listed) if part is not type(None)]
+    )
     if not parts or any(get_origin(part) is not Literal for part in parts):
         return None
     values = [value for part in parts for value in get_args(part)]

@@ -15,6 +15,7 @@ from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ..diagnosis import iterations_of
 from ..dump.reading import Dump, open_dump
+from ..logs.reading import refuse_log
 from ..monitor.advice import ADVISED, MODE, mode_to_keep, trl_corrects
 from ..monitor.bands import HEALTHY, NEGLIGIBLE
 from ..monitor.examine import examine
@@ -82,6 +83,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     dump, and return the text to print. An alarm about the policies suppresses fitted bounds. JSON
     contains every preset.
     """
+    refuse_log(path)
     dump = open_dump(path, _COLUMNS, worst=False)
     for damage in dump.damage:
         warn(f"{path}: {damage}.")

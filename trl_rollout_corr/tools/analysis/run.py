@@ -12,7 +12,7 @@ from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
 from ..dump.reading import Dump, open_dump
-from ..logs.reading import KINDS, first_readable, is_log, logs_of, merge, split_source
+from ..logs.reading import KINDS, first_readable, is_log, logs_of, merge, refuse_unknown, split_source
 from ..translation.setting_files import has_settings, read_settings
 
 
@@ -79,6 +79,7 @@ def _parts_of(path: Path) -> tuple[list[Path], Path | None]:
             raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a log ({KINDS})")
         return logs, dump
     if path.is_file():
+        refuse_unknown(path)
         return ([path], None) if is_log(path) else ([], path)
     if path.exists():
         raise ValueError("this is neither a file nor a folder")

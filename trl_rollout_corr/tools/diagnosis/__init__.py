@@ -19,7 +19,7 @@ from ...settings.resolve import Settings
 from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
-from ..logs.reading import first_readable, is_log, logs_of, merge, split_source
+from ..logs.reading import first_readable, is_log, logs_of, merge, refuse_unknown, split_source
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.stock import value_of
 from ..translation.setting_files import settings_of_run
@@ -126,6 +126,7 @@ def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool
 def _without_dump(path: Path) -> list[Path]:
     """The logs of a run without a dump, the best first; empty if there is a dump."""
     if path.is_file():
+        refuse_unknown(path)
         return [path] if is_log(path) else []
     try:
         return logs_of(path) if path.is_dir() and find_dump(path) is None else []

@@ -178,8 +178,8 @@ def _is_earlier(path: Path, version: str) -> bool:
     if version.isdecimal() and 1 <= int(version) <= VERSION:
         return int(version) < VERSION
     raise ValueError(
-        f"{path.name} is in version {version} of the dump format, and this release reads versions 1 to {VERSION}. Read it with "
-        "the release of trl-rollout-corr that wrote it, or a later one"
+        f"{path.name} is in version {version} of the dump format, and this release reads versions 1 to {VERSION}. Read it "
+        "with the release of trl-rollout-corr that wrote it, or a later one"
     )
 
 

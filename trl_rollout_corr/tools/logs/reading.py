@@ -69,10 +69,28 @@ def is_log(path: Path) -> bool:
     """True for a file that is a log, and not one of a dump."""
     if path.suffix == ".parquet":
         try:
-            return FORMAT.encode() not in (pq.read_schema(path).metadata or {}) and _looks_like_history(pq.read_schema(path))
+            return FORMAT.encode() not in (pq.read_schema(path).metadata or {}) and _looks_like_history(
+                pq.read_schema(path)
+            )
         except (OSError, pa.ArrowException):
             return False  # the reader of a dump says what is wrong
     return EVENTS in path.name or path.suffix in _READERS
+
+
+def refuse_log(source: str) -> None:
+    """Raise a `ValueError` of one line for a log where the completions of a dump are needed."""
+    path, _ = split_source(source)
+    if path.is_file() and is_log(path):
+        raise ValueError(
+            f"{path.name} is a log, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train a few "
+            "steps. `trl-rollout-corr diagnose` and `report` read the log"
+        )
+
+
+def refuse_unknown(path: Path) -> None:
+    """Raise a `ValueError` of one line for a file that is neither of a dump nor a log that can be read."""
+    if path.is_file() and path.suffix != ".parquet" and not is_log(path):
+        raise ValueError(f"this is neither a file of a dump (step-*.parquet) nor a log that can be read ({KINDS})")
 
 
 def _looks_like_history(schema: pa.Schema) -> bool:
@@ -97,7 +115,9 @@ def first_readable(paths: list[Path], damage: list[str], *, needed: bool, run: s
         else:
             others = [one.parent.name if one.suffix == ".wandb" else one.name for one in paths[i + 1 :]]
             if others and path.name != STATE:
-                damage.append(f"it also contains the logs {', '.join(others)}, and the latest one, {path.name}, is read")
+                damage.append(
+                    f"it also contains the logs {', '.join(others)}, and the latest one, {path.name}, is read"
+                )
             return entries
     if needed:
         raise errors[0]
@@ -113,14 +133,18 @@ def read_log(path: Path, damage: list[str], run: str = "") -> list[dict[str, Any
     name, rows = _chosen(path, runs, run)
     if len(runs) > 1 and not run:
         others = ", ".join(f"`{other}`" for other in runs if other != name)
-        damage.append(f"{path.name} also contains the runs {others}, and the latest, `{name}`, is read. `{path.name}#NAME` names one")
+        damage.append(
+            f"{path.name} also contains the runs {others}, and the latest, `{name}`, is read. `{path.name}#NAME` names one"
+        )
     if not rows:
         raise ValueError(f"{path.name} holds no log entries yet")
     entries = as_logged(rows)
     if not any(map(is_window, entries)):
         raise ValueError(f"{path.name} {WITHOUT_METRICS}")
     if not any(is_window(entry) and "step" in entry for entry in entries):
-        raise ValueError(f"{path.name} does not tell the optimizer step: it needs a column `train/global_step` or `step`")
+        raise ValueError(
+            f"{path.name} does not tell the optimizer step: it needs a column `train/global_step` or `step`"
+        )
     return entries
 
 
@@ -131,7 +155,9 @@ def _read(path: Path) -> Runs:
         return _READERS[path.suffix](path)
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
-        raise ValueError(f"{path.name} can be read by the library {library}, which is missing: pip install {library}") from None
+        raise ValueError(
+            f"{path.name} can be read by the library {library}, which is missing: pip install {library}"
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name} is damaged or not text: {error}") from None
     except (ValueError, OSError):
@@ -144,7 +170,9 @@ def _read(path: Path) -> Runs:
 def _chosen(path: Path, runs: Runs, run: str) -> tuple[str, list[dict[str, Any]]]:
     """The named run, or else the last one that has metrics."""
     if run and run not in runs:
-        raise ValueError(f"{path.name} has no run {run!r}. Its runs are {', '.join(map(repr, filter(None, runs))) or 'without a name'}")
+        raise ValueError(
+            f"{path.name} has no run {run!r}. Its runs are {', '.join(map(repr, filter(None, runs))) or 'without a name'}"
+        )
     if run:
         return run, runs[run]
     useful = [name for name, rows in runs.items() if any(map(is_window, as_logged(rows)))] or [*runs]

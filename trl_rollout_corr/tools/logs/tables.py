@@ -77,7 +77,10 @@ def _rows_of(content: Any) -> Rows | None:
             return _rows_of(content[name])
     columns = {name: column for name, column in content.items() if isinstance(column, Mapping | list)}
     if len(columns) == len(content):  # pandas: columns, each with its rows by number
-        cells = {name: column if isinstance(column, Mapping) else dict(enumerate(column)) for name, column in columns.items()}
+        cells = {
+            name: column if isinstance(column, Mapping) else dict(enumerate(column))
+            for name, column in columns.items()
+        }
         numbers = dict.fromkeys(number for column in cells.values() for number in column)
         return [{name: column[n] for name, column in cells.items() if n in column} for n in numbers]
     return [dict(content)] if any("/" in str(name) for name in content) else None  # the summary of a run
@@ -96,8 +99,13 @@ def from_csv(path: Path) -> Runs:
         reader = csv.DictReader(file, delimiter=delimiter)
         names = [name for name in reader.fieldnames or () if name]
         if len(names) < 2:
-            raise ValueError(f"{path.name} is no table: its first line must name a column for the step, and one for each metric")
-        rows = [{name: _cell(text) for name, text in row.items() if name and isinstance(text, str) and text} for row in reader]
+            raise ValueError(
+                f"{path.name} is no table: its first line must name a column for the step, and one for each metric"
+            )
+        rows = [
+            {name: _cell(text) for name, text in row.items() if name and isinstance(text, str) and text}
+            for row in reader
+        ]
     charts = [name for name in names if " - " in name]
     return _of_chart(rows, charts) if charts and len(charts) >= len(names) - 2 else by_run(rows)
 

@@ -94,5 +94,3 @@ def _records(path: Path) -> Iterator[bytes]:
         parts = part if kind in (_WHOLE, _FIRST) else parts + part
         if kind in (_WHOLE, _LAST):
             yield parts
-
-

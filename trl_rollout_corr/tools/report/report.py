@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...messages import SelfContainedError
 from ..analysis.run import read_run
-from ..text import write_whole
+from ..text import visible, write_whole
 from .compose import compose
 from .drawing import png
 from .facts import analyse
@@ -17,14 +17,23 @@ from .page import Page
 
 def write_report(sources: Sequence[str], output: str) -> str:
     """
-    Write the page (`.html`) or picture (`.png`) of one or two sources. Returns a line with the file
-    name.
+    Write the page (`.html`) or picture (`.png`) of one or two sources. Returns the state of each
+    run, the first line of its diagnosis, and the file name.
     """
     _check_number(sources)
     path = _check_output(Path(output))
     page = _read_page(sources)
     _write(path, png(page) if path.suffix == ".png" else render(page).encode())
-    return f"{path}\n"
+    return "".join(f"{visible(line)}\n" for line in [*in_a_terminal(page), str(path)])
+
+
+def in_a_terminal(page: Page) -> list[str]:
+    """The state of each run with the first finding, and the first line of the diagnosis."""
+    lines = [f"{f'{it.title}: ' if it.title else ''}{it.headline}. {it.detail}" for it in page.banners]
+    diagnosis = next(
+        (section.cards[0].title for section in page.sections if section.name == "diagnosis" and section.cards), ""
+    )
+    return [*lines, *([f"Diagnosis: {diagnosis}"] if diagnosis else [])]
 
 
 def follow_report(sources: Sequence[str], output: str) -> str:

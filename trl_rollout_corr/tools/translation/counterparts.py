@@ -98,7 +98,9 @@ _OF_CORRECTION = re.compile(
 _OTHER_RATIO = re.compile(
     r"(?:lr|warmup|steps|cov|replace|fresh|split|val|test|train|sample|clip)_ratio(?:_c|_low|_high)?\b"
 )
-_OPTION_OF_CORRECTION = re.compile(r"(?:^|_)(?:tis|mis|is|importance|icepop)(?:_|$)|off_policy|rollout_log_?probs", re.IGNORECASE)
+_OPTION_OF_CORRECTION = re.compile(
+    r"(?:^|_)(?:tis|mis|is|importance|icepop)(?:_|$)|off_policy|rollout_log_?probs", re.IGNORECASE
+)
 # Settings of verl's sampler that change neither what is sampled nor its log-probabilities
 _OF_WORK = re.compile(
     r"rollout\.(?:name|mode|gpu_mem|free_cache|log_prob_|max_num_|disable_log|multi_turn|agent|trace|skip)"

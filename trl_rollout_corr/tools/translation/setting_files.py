@@ -18,7 +18,8 @@ from ...messages import SelfContainedError, SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.effects import OF_TRL, effects
 from ...settings.fields import FIELDS
-from ...settings.presets import UNSET, VERL_PRESETS, settings_of
+from ...settings.of_trl import given_to_trl
+from ...settings.presets import DEFAULT, UNSET, VERL_PRESETS, settings_of
 from ...settings.resolve import Settings, resolve
 from ..text import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
@@ -55,7 +56,9 @@ _OF_TRL = {
 # The command of a script that starts the training, such as `python3 -m verl.trainer.main_ppo`
 _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
 # Settings of the form that verl and SkyRL read
-_KEYS_IN_SCRIPT = re.compile(r"verl|skyrl|\brollout_(?:is|rs|correction)\b|(?<![-\w])[+~]{0,2}[a-z]\w*\.[\w.]+=", re.IGNORECASE)
+_KEYS_IN_SCRIPT = re.compile(
+    r"verl|skyrl|\brollout_(?:is|rs|correction)\b|(?<![-\w])[+~]{0,2}[a-z]\w*\.[\w.]+=", re.IGNORECASE
+)
 # Options of slime and miles for its correction
 _OPTIONS = {
     "use-tis": "`rollout_is: token`",
@@ -106,7 +109,9 @@ def _about_script(text: str) -> str:
     if not _KEYS_IN_SCRIPT.search(text):
         options = suspicious_options(re.findall(r"--[\w.-]+", text))
         about = f" {_about_options(options)}" if options else ""
-        return f"This is a shell script without settings of verl or SkyRL, such as `algorithm.adv_estimator=grpo`.{about}"
+        return (
+            f"This is a shell script without settings of verl or SkyRL, such as `algorithm.adv_estimator=grpo`.{about}"
+        )
     started = _STARTS.search(text)
     command = f"`{' '.join(started[0].split())}`" if started else "the command that is given the settings"
     return (
@@ -122,8 +127,8 @@ def _about_options(options: list[str]) -> str:
     of_known = f" In slime and miles, {written}." if known else ""
     named = ", ".join(f"`{option}`" for option in options)
     return (
-        f"{named} {'is' if len(options) == 1 else 'are'} not translated: `convert` reads verl, SkyRL, TRL and Axolotl.{of_known} "
-        "Write the fields into a YAML file, or choose a preset (`trl-rollout-corr docs choosing`)."
+        f"{named} {'is' if len(options) == 1 else 'are'} not translated: `convert` reads verl, SkyRL, TRL and Axolotl."
+        f"{of_known} Write the fields into a YAML file, or choose a preset (`trl-rollout-corr docs choosing`)."
     )
 
 
@@ -185,7 +190,9 @@ def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, 
     ours = [name for name in content if name in FIELDS and name not in sections]
     if ours and sections:
         remedy = "Remove one of the two."
-        raise SettingError(ours[0], content[ours[0]], f"beside `{sections[0]}`, a section of verl or SkyRL", remedy=remedy)
+        raise SettingError(
+            ours[0], content[ours[0]], f"beside `{sections[0]}`, a section of verl or SkyRL", remedy=remedy
+        )
     if ours:
         named = f"fields of this package already (`{ours[0]}`)"
         warn(f"The file has {named}, needs no conversion, and is printed as it is.")
@@ -238,7 +245,10 @@ def _translate(sections: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[di
     for name in added.keys() & kept.keys():
         value = added.pop(name)
         if value != kept[name]:
-            warn(f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl or SkyRL, which is left out.", name)
+            warn(
+                f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl or SkyRL, which is left out.",
+                name,
+            )
     named = ", ".join(f"`{name}`" for name in sections)
     warn(f"{named}: this section of verl or SkyRL, which no trainer of TRL reads, is translated and removed.")
     return fields, added
@@ -269,9 +279,9 @@ def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the fields alone, for which the trainer has a check as well
         config = RolloutCorrectionConfig(**fields)
-    settings = config.settings
-    if settings.by_trl:
-        settings = resolve(config._parsed, lambda: from_trl({k: x for k, x in of_trl.items() if k in TRL_KEYS}))
+    own = {key: value for key, value in of_trl.items() if key in TRL_KEYS}
+    default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
+    settings = resolve(config._parsed, default, lambda: from_trl(own))
     for effect in effects(settings, {**of_trl, **fields}):
         warn(effect.text, effect.field)
 
@@ -315,7 +325,8 @@ def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], 
             )
         if doubtful_options:
             raise ValueError(
-                f"the result would train without a correction, although the command has one: {_about_options(doubtful_options)}"
+                "the result would train without a correction, although the command has one: "
+                f"{_about_options(doubtful_options)}"
             )
         if is_skyrl(settings):
             warn("SkyRL does not correct with these settings, so that correction is off here as well.")
@@ -334,7 +345,11 @@ def preset_of(settings: Settings) -> str | None:
     """Name of the preset whose settings these are, up to rounding; `None` for settings of no preset."""
     for name in VERL_PRESETS:
         values = asdict(RolloutCorrectionConfig(rollout_correction=name).settings)
-        same = all(_is_close(value, values[field]) for field, value in asdict(settings).items() if field != "rollout_correction")
+        same = all(
+            _is_close(value, values[field])
+            for field, value in asdict(settings).items()
+            if field != "rollout_correction"
+        )
         if same and settings.corrects:
             return name
     return None

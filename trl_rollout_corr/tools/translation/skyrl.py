@@ -180,12 +180,17 @@ def _warn_about_forks(low: float, high: float) -> None:
     """Name the reading of a key that SkyRL itself lacks, and what the other readings would be."""
     kept, of_ratio, of_logarithm = (
         f"[{bounds[0]:.4g}, {bounds[1]:.4g}]"
-        for bounds in ((max(1 - low, 0.0), 1 + high), (low, high), (math.exp(-min(low, 700.0)), math.exp(min(high, 700.0))))
+        for bounds in (
+            (max(1 - low, 0.0), 1 + high),
+            (low, high),
+            (math.exp(-min(low, 700.0)), math.exp(min(high, 700.0))),
+        )
     )
     warn(
         "Forks of SkyRL use `token_mask_eps_low` and `token_mask_eps_high` with more than one meaning. Here they are read as "
-        f"distances of the ratio from 1, which keeps ratios in {kept}. If they are bounds of the ratio in your fork, the entry "
-        f"of `token_k1` in `rollout_rs_threshold` must be {of_ratio}, and {of_logarithm} if they are bounds of its logarithm.",
+        f"distances of the ratio from 1, which keeps ratios in {kept}. If they are bounds of the ratio in your fork, the "
+        f"entry of `token_k1` in `rollout_rs_threshold` must be {of_ratio}, and {of_logarithm} if they are bounds of its "
+        "logarithm.",
         "token_mask_eps_low",
     )
 
