@@ -1,6 +1,8 @@
 """The command `probe`: a model and its sampler before any training."""
 
 import json
+import re
+import shutil
 import sys
 
 import numpy as np
@@ -306,6 +308,60 @@ def test_a_value_that_argparse_refuses_is_named(tiny_model_path, tmp_path):
 
     with pytest.raises(ValueError, match=r"^argument --temperature: invalid float value: 'warm'$"):
         in_process("a run", request(tiny_model_path, tmp_path, "--temperature", "warm"), tmp_path / "process")
+
+
+@pytest.fixture
+def short_model(tiny_model_path, tmp_path):
+    """A model with a context of 64 tokens, whose tokenizer knows two characters and drops all others."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_path, folder)
+    characters = Tokenizer(models.BPE({"#": 0, "+": 1, "<end>": 2}, []))
+    characters.pre_tokenizer = pre_tokenizers.Whitespace()
+    for path in folder.glob("*token*"):
+        path.unlink()
+    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    return folder
+
+
+def prompts_of(tmp_path, text):
+    (tmp_path / "prompts.txt").write_text(text)
+    return str(tmp_path / "prompts.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "turns a prompt into no tokens, so that vLLM has nothing to continue (the built-in prompts). Name a file"),
+        ("##\nmaybe\n", "turns a prompt into no tokens"),
+        (" \n", "(`--prompts`) contains no line with text"),
+        ("# " * 60, "A prompt has 60 tokens"),
+    ],
+)
+def test_prompts_that_the_model_cannot_take_are_named_with_the_option(short_model, tmp_path, text, said):
+    from trl_rollout_corr.tools.probe.process import build
+
+    prompts = None if text is None else prompts_of(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        build(request(short_model, tmp_path, "--use_vllm", "true", "--vllm_mode", "colocate", prompts=prompts))
+    assert "--prompts" in str(raised.value)
+
+
+@pytest.mark.vllm
+def test_a_model_with_a_short_context_can_be_probed(short_model, tmp_path):
+    from trl_rollout_corr.tools.probe.process import build, of_sampler
+
+    fields = {"prompts": prompts_of(tmp_path, "#+#\n"), "completions": 4}
+    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.3"]
+    probe = build(request(short_model, tmp_path, *options, **fields))
+    assert probe.trainer.args.vllm_max_model_length == 64
+    batches = probe.sample()
+    logps, _ = of_sampler(probe.trainer.vllm_generation.llm, batches, 1.0)
+    assert len(logps) == sum(int(batch["completion_mask"].sum()) for batch in batches)
 
 
 RECIPES = sorted(

@@ -39,7 +39,7 @@ SWITCH, MODE = f"{OF_TRL}correction", f"{OF_TRL}mode"
 _GAPS = (0.0008, 0.002)
 # Worth a warning: a mean weight or an effective sample size below, or a share of rejected completions above. They are
 # calculated for the longest completion, and most are shorter, so that these limits are wider than the healthy ones
-_SMALL_WEIGHT, _FEW, _MANY_REJECTED = 0.75, 0.4, 0.3
+_SMALL_WEIGHT, _FEW, _MANY_REJECTED = 0.75, 0.4, 0.32
 _MOST = 500.0  # variance from which the numbers no longer change
 
 
@@ -177,7 +177,7 @@ def _begin(length: float) -> str:
 
 def _about_weights(settings: Settings, lost: str) -> str:
     if settings.by_trl:
-        which = "`sequence_mask`, TRL's default, gives" if _is_default(settings) else f"`{MODE}` gives"
+        which = "`sequence_mask`, the default of TRL's GRPO, gives" if _is_default(settings) else f"`{MODE}` gives"
         remedy = f"Set `{MODE}` to token_truncate, or `rollout_correction` to auto."
     else:
         which, remedy = "`rollout_is` gives", "Set `rollout_is` to token."

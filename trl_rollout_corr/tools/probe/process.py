@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.trainer.utils import split_tensor_dict
 
@@ -315,6 +315,41 @@ def of_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> tup
     return np.array(logps, np.float32), seconds
 
 
+def context_of(config: Any) -> int | None:
+    """The longest text of a model in tokens; `None` if its configuration does not say."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def tokens_in(tokenizer: Any, prompt: Any) -> int:
+    """Number of tokens of a prompt, as TRL makes it."""
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) -> None:
+    """
+    Shorten the engine's texts to the context of the model, and the completions to what the prompts
+    of these `lengths` leave. Raises a `ValueError` about prompts that are empty or leave nothing.
+    """
+    if min(lengths) == 0:
+        raise ValueError(
+            f"The tokenizer of this model turns a prompt into no tokens, so that vLLM has nothing to continue ({source}). "
+            "Name a file with prompts that the model knows, one in each line: `--prompts FILE`."
+        )
+    if context is not None:
+        args.vllm_max_model_length = min(args.vllm_max_model_length, context)
+    left = args.vllm_max_model_length - max(lengths) - _LENGTH
+    if left < 1:
+        raise ValueError(
+            f"A prompt has {max(lengths)} tokens ({source}), and the engine takes texts of {args.vllm_max_model_length} tokens, "
+            f"of which a probe needs {_LENGTH + 1} after the prompt. Name a file with shorter prompts, one in each line: "
+            "`--prompts FILE`, or set `--vllm_max_model_length` higher if the model has a longer context."
+        )
+    args.max_completion_length = min(args.max_completion_length, left)
+
+
 def build(request: Mapping[str, Any]) -> Probe:
     """Build the trainer and the sampler of a request."""
     trainer_class, run, model_args = read(request)
@@ -323,9 +358,13 @@ def build(request: Mapping[str, Any]) -> Probe:
     args = shortened(run, request["completions"], request["length"], request["settings"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
+    if not any(map(str.strip, lines)):
+        raise ValueError(f"{file} (`--prompts`) contains no line with text. Write a prompt into each line.")
     prompts: list[Any] = list(islice(cycle(filter(str.strip, lines)), n))
     if tokenizer.chat_template is not None:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    context = context_of(AutoConfig.from_pretrained(request["model"], **source))
+    fit(args, [tokens_in(tokenizer, prompt) for prompt in prompts], context, file or "the built-in prompts")
     trainer = trainer_class(
         model=request["model"],
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
