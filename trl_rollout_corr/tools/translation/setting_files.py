@@ -53,6 +53,7 @@ _OF_TRL = {
     "use_vllm",
     "vllm_mode",
 }
+_OF_ASYNCHRONOUS = {"max_inflight_tasks", "max_staleness", "queue_maxsize", "vllm_server_base_url", "weight_sync_steps"}
 # The command of a script that starts the training, such as `python3 -m verl.trainer.main_ppo`
 _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
 # Settings of the form that verl and SkyRL read
@@ -281,7 +282,8 @@ def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) ->
         config = RolloutCorrectionConfig(**fields)
     own = {key: value for key, value in of_trl.items() if key in TRL_KEYS}
     default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
-    settings = resolve(config._parsed, default, lambda: from_trl(own))
+    asynchronous = not _OF_ASYNCHRONOUS.isdisjoint(of_trl)  # there TRL's loss has no weights
+    settings = resolve(config._parsed, default, lambda: {} if asynchronous else from_trl(own))
     for effect in effects(settings, {**of_trl, **fields}):
         warn(effect.text, effect.field)
 
