@@ -336,7 +336,10 @@ def prompts_of(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "turns a prompt into no tokens, so that vLLM has nothing to continue (the built-in prompts). Name a file"),
+        (
+            None,
+            "turns a prompt into no tokens, so that vLLM has nothing to continue (the built-in prompts). Name a file",
+        ),
         ("##\nmaybe\n", "turns a prompt into no tokens"),
         (" \n", "(`--prompts`) contains no line with text"),
         ("# " * 60, "A prompt has 60 tokens"),

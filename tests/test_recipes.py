@@ -71,7 +71,9 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
         warnings.simplefilter("always")
         _, args, model_args = parse(recipe, *on_a_cpu(tmp_path))
     said = [str(w.message) for w in caught if "rollout" in str(w.message) or "vllm" in str(w.message)]
-    few = re.search(r"tell no more than \d+", text(recipe))  # of the recipes of verl, with completions as long as there
+    few = re.search(
+        r"tell no more than \d+", text(recipe)
+    )  # of the recipes of verl, with completions as long as there
     assert [few[0] in message for message in said] == [True] if few else said == []
     assert args.settings.corrects == (recipe not in MEASURES) or args.settings.by_trl
     assert "/" in model_args.model_name_or_path

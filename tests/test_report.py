@@ -869,10 +869,13 @@ def _unknown_setting(folder, dump):
     ("make", "message"),
     [
         (lambda folder, _: folder / "missing", "no such file or folder"),
-        (lambda folder, _: folder, "it contains neither a dump (files step-*.parquet) nor a run (trainer_state.json)"),
+        (
+            lambda folder, _: folder,
+            "it contains neither a dump (files step-*.parquet) nor a log (trainer_state.json, a history of W&B",
+        ),
         (_text("trainer_state.json", '{"log_history": [{"ste'), "trainer_state.json is damaged or not JSON"),
-        (_text("other.json", "[1, 2]"), "other.json is JSON, but not the state of a trainer"),
-        (_text("other.json", '{"log_history": 1}'), "other.json is JSON, but not the state of a trainer"),
+        (_text("other.json", "[1, 2]"), "other.json is JSON, but neither the state of a trainer"),
+        (_text("other.json", '{"log_history": 1}'), "other.json: `log_history` must be a list of entries"),
         (_text("trainer_state.json", '{"log_history": []}'), "trainer_state.json holds no log entries yet"),
         (
             _text("trainer_state.json", '{"log_history": [{"step": 1, "loss": 1}]}'),
@@ -880,9 +883,12 @@ def _unknown_setting(folder, dump):
         ),
         (
             _text("trainer_state.json", '{"log_history": [{"rollout_corr/kl": 1}]}'),
-            "contains no log entry with a step",
+            "does not tell the optimizer step",
         ),
-        (_text("notes.txt", "hello\nworld"), "notes.txt is damaged, or it is not a Parquet file"),
+        (
+            _text("notes.txt", "hello\nworld"),
+            "this is neither a file of a dump (step-*.parquet) nor a log that can be read",
+        ),
         (_truncated, "step-00000001-rank-00000.parquet is damaged, or it is not a Parquet file"),
         (_of_another_tool, "data.parquet is a Parquet file, but `rollout_dump_dir` did not write it"),
         (_unknown_setting, "the settings in the dump cannot be read: "),

@@ -53,7 +53,13 @@ _OF_TRL = {
     "use_vllm",
     "vllm_mode",
 }
-_OF_ASYNCHRONOUS = {"max_inflight_tasks", "max_staleness", "queue_maxsize", "vllm_server_base_url", "weight_sync_steps"}
+_OF_ASYNCHRONOUS = {
+    "max_inflight_tasks",
+    "max_staleness",
+    "queue_maxsize",
+    "vllm_server_base_url",
+    "weight_sync_steps",
+}
 # The command of a script that starts the training, such as `python3 -m verl.trainer.main_ppo`
 _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
 # Settings of the form that verl and SkyRL read
