@@ -344,8 +344,8 @@ def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) 
     if left < 1:
         raise ValueError(
             f"A prompt has {max(lengths)} tokens ({source}), and the engine takes texts of {args.vllm_max_model_length} "
-            f"tokens, of which a probe needs {_LENGTH + 1} after the prompt. Name a file with shorter prompts, one in each line: "
-            "`--prompts FILE`, or set `--vllm_max_model_length` higher if the model has a longer context."
+            f"tokens, of which a probe needs {_LENGTH + 1} after the prompt. Name a file with shorter prompts, one in each "
+            "line: `--prompts FILE`, or set `--vllm_max_model_length` higher if the model has a longer context."
         )
     args.max_completion_length = min(args.max_completion_length, left)
 
