@@ -170,7 +170,8 @@ def test_numbers_that_are_none_are_read_in_the_words_of_trackers(tmp_path, capsy
         ("a.csv", "no table\n", "is no table: its first line must name a column"),
         ("a.csv", "a,b\n1,2\n", "and none of TRL's `sampling/*`"),
         ("a.wandb", "x", "is no run of W&B"),
-        ("a.db", "x", "it is no database of Trackio"),
+        ("a.db", "x" * 2000, "it is no database of Trackio"),
+        ("a.db", "", "a database, but not one of Trackio"),
     ],
 )
 @pytest.mark.parametrize("command", ["diagnose", "report"])
