@@ -6,7 +6,7 @@ The trainers say it when the configuration is built, and so does `trl-rollout-co
 builds it. `trl-rollout-corr convert` says it of the file that it translates. No torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import exp, inf, log, sqrt
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -162,8 +162,11 @@ def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
     if settings.by_trl and not fields.get("use_vllm", True):
         return
     bounding = settings.bounding
-    of_completions = bounding is not None and bounding.level == "sequence" and settings.applies_weights
-    if of_completions and (lost := _lost_weight(bounding, length)):
+    if bounding is None or bounding.level != "sequence" or not settings.applies_weights:
+        lost = ""
+    else:
+        lost = _lost_weight(bounding, length)
+    if lost:
         yield Effect("max_completion_length", _begin(length) + _about_weights(settings, lost))
     for criterion in settings.criteria:
         rejected = [1 - kept_share(criterion, gap, length) for gap in _GAPS]
@@ -239,7 +242,7 @@ def _between(lower: float, upper: float, mean: float, v: float) -> float:
 
 
 # Statistics of whole completions that depend on length: their mean and variance for a gap and a number of tokens
-_PASSES = {
+_PASSES: dict[str, Callable[[float, float], tuple[float, float]]] = {
     "seq_sum": lambda k3, length: (k3 * length, 2 * k3 * length),
     "seq_mean": lambda k3, length: (k3, 2 * k3 / length),
 }
