@@ -37,7 +37,7 @@ def test_nothing_seen_is_unknown_and_no_difference_is_exactly_0():
     sizes = torch.zeros(4, 4)
     assert quantile(count_sizes(sizes, torch.zeros(4, 4))).isnan()
     assert quantile(count_sizes(sizes, torch.ones(4, 4))) == 0.0
-    assert Rounding().used(sizes).tolist() == [0.0, 0.0]
+    assert Rounding().used.tolist() == [0.0, 0.0]
 
 
 def test_only_fresh_completions_and_tokens_of_the_loss_count():
@@ -215,3 +215,17 @@ def test_compare_measures_it_in_a_dump_as_the_run_did(tmp_path, tiny_model_path,
     assert batch_of(sequences, sequences.represents).rounding.equal(rounding_of(sequences))
     sequences.staleness[:] = 8  # old weights
     assert rounding_of(sequences).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:The trainer computes in float32")
+def test_completions_scored_after_a_push_count_where_the_batch_is_old(tmp_path, tiny_model_path, shared_engine):
+    """A run whose completions are all old would otherwise never learn what rounding has become."""
+    from tests.training import build_checked
+
+    fields = {"rollout_engine_kwargs": {"dtype": "bfloat16"}, "max_steps": 4}
+    trainer = build_checked(*TRAINERS["grpo"], tiny_model_path, tmp_path, **VLLM, **fields)
+    trainer._sampled_with_equal_weights = lambda batch, from_old: None
+    trainer.train()
+    assert any(logged(trainer, "fresh_k3_kl"))
+    assert logged(trainer, "rounding_tv")[-1] > 0

@@ -92,41 +92,35 @@ def _count_rows(tokens: Tokens) -> torch.Tensor:
 class Rounding:
     """
     Moving mean of what rounding alone does, on the device: `value`, `(2,)`, is the size of a difference of probabilities,
-    and in nats of a log-ratio. It is unknown until completions of equal weights were seen.
+    and in nats of a log-ratio; NaN until completions of equal weights were seen.
 
-    Histograms of this rank wait in `add` until `settle`, so that all ranks use one number.
+    Histograms of this rank wait in `add` until `settle`, so that all ranks use one number. All ranks must call `preview`
+    and `settle` equally often.
     """
 
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-        self._first: torch.Tensor | None = None
-        self._waiting: torch.Tensor | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        """`True` from the first `settle` on that found something waiting."""
-        return self._first is not None
+    def __init__(self, device: torch.device | None = None) -> None:
+        device = torch.device("cpu") if device is None else device
+        dtype = accumulation_dtype(device)
+        self.value = self._first = torch.full((2,), torch.nan, dtype=dtype, device=device)
+        self._nothing = self._waiting = torch.zeros(2, _BINS + 1, dtype=dtype, device=device)
+        self.is_settled = False
 
     def add(self, histograms: torch.Tensor) -> None:
         """Add histograms of [`measure_rounding`]."""
-        self._waiting = histograms if self._waiting is None else self._waiting + histograms
+        self._waiting = self._waiting + histograms.to(self._waiting)
 
     def preview(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Use what waits so far on all ranks, until it is settled. All ranks must call it equally often."""
-        assert self._waiting is not None
+        """Use what waits so far on all ranks, until it is settled."""
         self.value = self._measured(sum_over_ranks(self._waiting))
 
     def settle(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move the mean by what waits on all ranks. All ranks must call it equally often."""
-        if self._waiting is None:
-            return
-        now, self._waiting = self._measured(sum_over_ranks(self._waiting)), None
-        if self._first is None or self.value is None:
-            self._first = self.value = torch.full_like(now, torch.nan)
+        """Move the mean by what waits on all ranks."""
+        now, self._waiting = self._measured(sum_over_ranks(self._waiting)), self._nothing
+        before = self.value if self.is_settled else self._first  # a preview is part of what waited
         self._first = torch.where(self._first.isnan(), now, self._first)
-        moved = torch.where(self.value.isnan(), now, KEPT * self.value + (1.0 - KEPT) * now)
-        bounded = torch.minimum(moved, GROWTH * self._first)
-        self.value = torch.where(now.isnan(), self.value, bounded)
+        moved = torch.where(before.isnan(), now, KEPT * before + (1.0 - KEPT) * now)
+        self.value = torch.where(now.isnan(), before, torch.minimum(moved, GROWTH * self._first))
+        self.is_settled = True
 
     @staticmethod
     def _measured(histograms: torch.Tensor) -> torch.Tensor:
@@ -134,10 +128,9 @@ class Rounding:
         sizes[0].clamp_(max=WIDEST)
         return sizes
 
-    def used(self, like: torch.Tensor) -> torch.Tensor:
-        """The value, `(2,)`, on the device of a tensor, with 0 for what is unknown."""
-        if self.value is None:
-            return torch.zeros(2, dtype=accumulation_dtype(like.device), device=like.device)
+    @property
+    def used(self) -> torch.Tensor:
+        """The value, `(2,)`, with 0 for what is unknown."""
         return self.value.nan_to_num(0.0)
 
 

@@ -89,7 +89,7 @@ class CorrectsBatches(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
-        self._rounding, self._rounding_step = Rounding(), -1
+        self._rounding, self._rounding_step = Rounding(self.accelerator.device), -1
         self._situation = Situation(self._settings)
         for field in self._watched_fields:
             watcher = tool(field).of(self)
@@ -136,7 +136,7 @@ class CorrectsBatches(_Host):
         """Add a corrected batch to the metrics, and show it to the watchers."""
         self._observer.corrected(self._now, corrected)
         if self._settings.measures_rounding:
-            self._observer.add(self._now.mode, RoundingInUse.used(self._rounding.used(corrected.train_logps)))
+            self._observer.add(self._now.mode, RoundingInUse.used(self._rounding.used))
         seen = corrected._replace(batch=dict(corrected.batch))  # a watcher may add a column for the next one
         for watcher in self._watchers:
             watcher.corrected(self._now, seen)
@@ -183,7 +183,7 @@ class CorrectsBatches(_Host):
             self._settings,
             advantages=batch["advantages"],
             turn_ids=batch.get(TURN_IDS),
-            rounding=self._rounding.used(train_logps),
+            rounding=self._rounding.used,
             sum_over_ranks=self._sum_over_ranks,
         )
 
@@ -200,13 +200,23 @@ class CorrectsBatches(_Host):
         if not self._settings.measures_rounding or not self.model.training:
             return
         if self.state.global_step != self._rounding_step:
-            self._rounding.settle(self._sum_over_ranks)
+            if self._rounding_step >= 0:
+                self._rounding.settle(self._sum_over_ranks)
             self._rounding_step = self.state.global_step
         mask, fresh = self._loss_mask(batch), self._sampled_with_equal_weights(batch, from_old)
         counted = mask.new_zeros(len(mask), dtype=torch.bool) if fresh is None else fresh
         self._rounding.add(measure_rounding(train_logps, batch[ROLLOUT_LOGPS], mask, counted))
         if not self._rounding.is_settled:
             self._rounding.preview(self._sum_over_ranks)
+
+    def count_rounding(self, train_logps: torch.Tensor, rollout_logps: torch.Tensor) -> None:
+        """
+        Count what rounding does to tokens that trainer and sampler scored with equal weights after a push. Their
+        log-probabilities, in nats, are of shape `(n,)`.
+        """
+        if self._settings.measures_rounding and len(train_logps):
+            everywhere = torch.ones(1, len(train_logps), dtype=torch.bool)
+            self._rounding.add(measure_rounding(train_logps[None], rollout_logps[None], everywhere, everywhere[:, 0]))
 
     def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         """

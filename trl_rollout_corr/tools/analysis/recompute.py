@@ -94,7 +94,7 @@ def rounding_of(sequences: Sequences) -> torch.Tensor:
         everywhere = torch.ones_like(train, dtype=torch.bool)
         rounding.add(measure_rounding(train, rollout, everywhere, everywhere[:, 0]))
         rounding.settle(lambda histograms: histograms)
-    return rounding.used(torch.zeros(1))
+    return rounding.used
 
 
 def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
