@@ -367,8 +367,8 @@ def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     """
-    A line per cell in which the chosen rule was trained, next to all other corrections there, of whatever stage: its score, that
-    of the best other one, and how many of its runs fell.
+    A line per cell in which the chosen rule was trained, next to other corrections there, of whatever stage: their scores,
+    and how many of its runs fell.
     """
     rows = {
         (row["cell"], row["arm"], row["seed"]): row for found in results.values() for row in found["rows"]

@@ -32,6 +32,9 @@ def leaving_base_alone(model: Any, fsdp_version: int | None = None) -> Iterator[
     # FSDP1 flattens parameters, and its modules are read without asking the model
     copies = bool(layers) and fsdp_version != 1 and all(map(_can_be_copied, layers))
     merged: MergedWeights | None = None
+    named_parameters: Any
+    merge: Any
+    unmerge: Any
     named_parameters, merge, unmerge = (
         getattr(model, name, None) for name in ("named_parameters", "merge_adapter", "unmerge_adapter")
     )

@@ -59,7 +59,7 @@ def from_wandb(path: Path) -> Runs:
 
     rows: Rows = []
     for record in _records(path):
-        message = wandb_internal_pb2.Record()
+        message = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made of a description at run time
         message.ParseFromString(record)
         if message.WhichOneof("record_type") == "history":
             items = message.history.item

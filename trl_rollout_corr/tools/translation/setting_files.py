@@ -211,7 +211,8 @@ def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, 
         new = f"{OF_TRL}clip_max"
         warn(f"`{OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{OF_TRL}cap")
     kept = {name: value for name, value in content.items() if name not in sections}
-    fields, added = {"rollout_correction": "trl"}, {}
+    fields: dict[str, Any] = {"rollout_correction": "trl"}
+    added: dict[str, Any] = {}
     if sections:
         fields, added = _translate({name: content[name] for name in sections}, kept)
     _warn_about_effects(fields, {**added, **of_trl})
