@@ -199,13 +199,22 @@ def rejection_metrics(sequences, name, bounds, advantages=None, turns=None):
 
 
 def direction_metrics(sequences, advantages):
-    """`kl` of the tokens whose advantage has a sign."""
+    """`kl` of the tokens whose advantage has a sign, and the mean of `(r - 1) A` there."""
     pairs = list(zip(sequences, advantages, strict=True))
+    gains = {
+        sign: [math.expm1(min(train - rollout, 20.0)) * a for row, a in pairs for train, rollout in row if a * of > 0]
+        for sign, of in (("positive", 1), ("negative", -1))
+    }
     by_sign = {
         "positive": [rollout - train for row, advantage in pairs for train, rollout in row if advantage > 0],
         "negative": [rollout - train for row, advantage in pairs for train, rollout in row if advantage < 0],
     }
-    return {f"kl_advantage_{sign}": statistics.fmean(gaps) for sign, gaps in by_sign.items() if gaps}
+    return {
+        f"{name}_advantage_{sign}": statistics.fmean(values)
+        for name, found in (("kl", by_sign), ("gain", gains))
+        for sign, values in found.items()
+        if values
+    }
 
 
 # Closed forms of `docs/method.md`, for weights whose logarithm is normal with variance `v` and mean `-v / 2`

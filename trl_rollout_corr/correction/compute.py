@@ -254,7 +254,7 @@ def _check_finite(statistics: Statistics) -> None:
 
 
 def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Settings) -> torch.Tensor | None:
-    """Sign of the advantages, `(B, 1)` or `(B, T)`; `None` without advantages."""
+    """The advantages, whose sign decides about bounds, `(B, 1)` or `(B, T)`; `None` without advantages."""
     directed = [f"`rollout_rs` contains {c.name!r}, which depends" for c in settings.criteria if c.directed]
     by_sign = settings.bounding if settings.bounding is not None and settings.bounding.directed else None
     directed += ["`rollout_is_threshold` contains bounds that depend"] if by_sign else []
@@ -263,7 +263,7 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Se
     one, each = mask.shape[:1], mask.shape
     allowed = [one, (*one, 1), *([each] if by_sign is None or by_sign.level == "token" else [])]
     if advantages is not None and advantages.shape in allowed:
-        return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float().sign()
+        return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float()
     needs = f"{directed[0]} on the sign of the advantages: pass `advantages`" if directed else "`advantages` must be"
     got = None if advantages is None else tuple(advantages.shape)
     raise ValueError(f"{needs} of shape {' or '.join(str(tuple(shape)) for shape in (one, *allowed[2:]))}, got {got}.")

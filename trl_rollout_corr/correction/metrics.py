@@ -126,7 +126,7 @@ def collect(
     coefficients: torch.Tensor,  # (B, T), factors of the policy gradient
     weights: Weights | None = None,
     rejections: Sequence[tuple[Criterion, Rejection]] = (),
-    direction: torch.Tensor | None = None,  # (B, 1) or (B, T), sign of the advantages
+    direction: torch.Tensor | None = None,  # (B, 1) or (B, T), the advantages
 ) -> Statistics:
     """Add up the statistics of some rows of a batch. No host synchronisation, no collective."""
     c = Columns(tokens)
@@ -168,6 +168,7 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small
     # divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
+    c.add("excess", excess)
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
     # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
     twice = (gap * c.lengths).mul_(-2.0)
@@ -176,15 +177,16 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
 
 
 def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> None:
-    """Sums of the log-ratio over tokens of positive and of negative advantage."""
-    positive, negative = direction.clamp(min=0.0), direction.clamp(max=0.0).neg_()
-    for sign, chosen in (("positive", positive), ("negative", negative)):
-        names = f"{sign}/d", f"{sign}/tokens"
+    """Sums of the log-ratio and of `(r - 1) A` over tokens of positive and of negative advantage `A`."""
+    for sign, chosen in (("positive", above(direction, 0.0)), ("negative", below(direction, 0.0))):
+        names = f"{sign}/d", f"{sign}/tokens", f"{sign}/gain"
         if direction.shape[-1] > 1:
-            for name, x in zip(names, (tokens.log_ratio, tokens.valid), strict=True):
+            excess = torch.expm1(tokens.log_ratio.clamp(max=LOG_RATIO_BOUND))
+            for name, x in zip(names, (tokens.log_ratio, tokens.valid, excess.mul_(direction)), strict=True):
                 c.add(name, x * chosen)
         else:
-            c.add_columns(names, torch.cat([c.sums["d"], tokens.lengths], -1).mul_(chosen))
+            columns = [c.sums["d"], tokens.lengths, c.sums["excess"] * direction]
+            c.add_columns(names, torch.cat(columns, -1).mul_(chosen))
 
 
 def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
@@ -194,9 +196,13 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
         "k3_kl": divide(s["k3"], tokens),
         "kl": -divide(s["d"], tokens),
         **{
-            f"kl_advantage_{sign}": -divide(s[f"{sign}/d"], s[f"{sign}/tokens"])
+            name: value
             for sign in ("positive", "negative")
-            if s.get(f"{sign}/tokens")
+            if (n := s.get(f"{sign}/tokens"))
+            for name, value in (
+                (f"kl_advantage_{sign}", -divide(s[f"{sign}/d"], n)),
+                (f"gain_advantage_{sign}", divide(s[f"{sign}/gain"], n)),
+            )
         },
         "chi2_token": divide(s["chi2_token"], tokens),
         "chi2_seq": divide(s["chi2_seq"], rows),
