@@ -53,6 +53,8 @@ IN_SHORT = {
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
     "product of its tokens' ratios.",
     "grown": "",
+    "find": "Find the cause: set `rollout_dump_dir`, train a few steps, and run `trl-rollout-corr diagnose` on the dump.",
+    "began": ", and ... at the start",
     "length": " of ... tokens on average",
     "token_level": "If each completion or turn gets a single weight, take weights of tokens: with `rollout_correction: trl`, "
     "set `vllm_importance_sampling_mode` to token_truncate, or for stale weights `rollout_correction` to auto; with a "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 
 import pytest
@@ -50,7 +51,7 @@ FRESH = {"staleness_max": 0.0}
 ILL = {
     "no_tokens": ({}, {"nonfinite_fraction": math.nan}, {"nonfinite_fraction": 0.0}),
     "nothing_to_learn": ({}, {"zero_advantage_fraction": 1.0}, {"zero_advantage_fraction": 0.99}),
-    "k3_at_start": (DISABLED, {**FRESH, "k3_kl": 0.101, "kl": 0.1}, {**FRESH, "k3_kl": 0.01, "kl": 0.01}),
+    "k3_at_start": (DISABLED, {**FRESH, "k3_kl": 0.101, "kl": 0.1}, {**FRESH, "k3_kl": 0.0049, "kl": 0.0049}),
     "nonfinite_many": ({}, {"nonfinite_fraction": 0.11}, {"nonfinite_fraction": 0.0}),
     "nonfinite": ({}, {"nonfinite_fraction": 1e-6}, {"nonfinite_fraction": 0.0}),
     "everything_rejected": ({}, {"effective_lr": 0.0}, {"effective_lr": 0.51}),
@@ -98,7 +99,7 @@ def found(log, settings=None):
 
 
 def test_every_bound_is_tested():
-    alone = {"unlearning", "gap_stays", "gap_clipped", "fresh_gap"}
+    alone = {"unlearning", "gap_stays", "gap_clipped", "fresh_gap", "k3_lasting", "gap_by_sign", "cut", "clipped"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(map(len, RULES))
 
@@ -178,6 +179,100 @@ def test_a_gap_in_every_third_step_is_no_healthy_run():
         (alarm,) = examine(history(*windows), settings)
         assert (alarm.bound, alarm.step, alarm.last_step) == (name, 3, 12)
         assert not re.search("harmless|Not every run", alarm.why)
+
+
+@pytest.mark.parametrize("settings", [DISABLED, {"rollout_correction": "auto"}])
+def test_a_small_gap_that_lasts_with_fresh_weights_is_told(settings):
+    settings = config(**settings)
+
+    def log(gap, **more):
+        return history(*[{**healthy(DISABLED), **FRESH, "k3_kl": gap, "kl": gap, **more}] * 60)
+
+    alarms = examine(log(0.009), settings)
+    assert [(alarm.bound, alarm.step) for alarm in alarms] == [("k3_lasting", 41)]
+    assert "trl-rollout-corr diagnose" in str(alarms[0])
+    assert found(log(0.0049), settings) == []
+    assert found(log(0.009, staleness_max=1.0), settings) == []  # its age explains it
+    assert found(log(0.009, staleness_max=None), settings) == ["k3_lasting"]
+    grown = log(0.009, staleness_max=None)
+    for entry in grown[:3]:
+        entry[f"{PREFIX}k3_kl"] = 0.001
+    assert found(grown, settings) == []  # the sampler may have grown old
+    spikes = log(0.002)
+    for entry in spikes[20:60:3]:
+        entry[f"{PREFIX}k3_kl"] = 0.012
+    assert found(spikes, settings) == []
+    rounding = config(rollout_correction="auto", rollout_engine_kwargs={"quantization": "fp8"})
+    assert found(log(0.009), rounding) == []
+
+
+def test_a_gap_that_depends_on_the_sign_of_the_advantage_is_told_if_weights_are_fresh():
+    dice = random.Random(0)
+
+    def log(age, negative):
+        windows = [
+            {**CORRECTED, "staleness_max": age, "k3_kl": 0.002, "kl": 0.002 + dice.gauss(0, 5e-4),
+             "kl_advantage_positive": dice.gauss(0, 1e-3), "kl_advantage_negative": negative + dice.gauss(0, 1e-3)}
+            for _ in range(40)
+        ]  # fmt: skip
+        return history(*windows)
+
+    assert found(log(0.0, 0.005), config()) == ["gap_by_sign"]
+    assert found(log(0.0, -0.005), config()) == ["gap_by_sign"]
+    assert found(log(0.0, 0.0), config()) == []
+    assert found(log(4.0, 0.005), config()) == []
+
+
+def test_answers_that_are_cut_are_told_before_nothing_is_learned():
+    windows = [{**CORRECTED, **FRESH}] * 20
+    log = history(*windows)
+    for entry in log[:20]:
+        entry["completions/clipped_ratio"] = 0.1 if entry["step"] < 4 else 0.95
+    [alarm] = examine(log, config())
+    assert (alarm.bound, alarm.step, alarm.key) == ("cut", 6, "completions/clipped_ratio")
+    assert "and 0.1 at the start" in str(alarm)
+    for share in (0.7, 1.0):  # from the start
+        for entry in log[:20]:
+            entry["completions/clipped_ratio"] = share
+        assert examine(log, config()) == []
+
+
+def test_clipping_at_the_first_visit_is_told_in_bypass_mode():
+    def log(share, age=0.0):
+        entries = history(*[{**HEALTHY_WINDOW, "staleness_max": age}] * 20)
+        for entry in entries[:20]:
+            entry["clip_ratio/region_mean"] = share
+        return entries
+
+    bypass = config(rollout_correction="bypass_ppo_clip")
+    assert found(log(0.5), bypass) == ["clipped"]
+    assert found(log(0.2), bypass) == []
+    assert found(log(0.5, age=4.0), bypass) == []
+    assert found(log(0.5), config()) == []  # around the old policy
+
+
+def test_the_log_of_trls_own_trainer_is_examined():
+    ratio = "sampling/importance_sampling_ratio/mean"
+    log = [{"step": step, ratio: 0.3, "completions/mean_length": 900.0} for step in range(1, 30)]
+    assert "weight_of_completions" in found(log) or "weight_mean_low" in found(log)
+    assert found([{**entry, ratio: 0.99} for entry in log]) == []
+
+
+def test_weights_above_the_cap_are_not_said_to_shrink():
+    low = {"rollout_is_mean": 0.5, "rollout_is_ratio_fraction_high": 0.9, "rollout_is_ratio_fraction_low": 0.0}
+    settings = RolloutCorrectionConfig(rollout_correction="trl").settings
+    [alarm] = [
+        x for x in examine(history(*[{**CORRECTED, **low}] * 10), settings) if x.bound == "weight_of_completions"
+    ]
+    assert "most weights exceed the upper bound" in str(alarm)
+    assert "shrink with length" not in str(alarm)
+
+
+def test_fresh_weights_are_not_advised_to_be_fresher():
+    window = {**CORRECTED, **FRESH, "rollout_is_mean": 0.4}
+    [alarm] = [x for x in examine(history(*[window] * 10), config()) if x.bound == "weight_mean_low"]
+    assert "Push weights" not in str(alarm)
+    assert "push weights" not in str(alarm)
 
 
 def test_a_jump_of_the_gap_with_equal_weights_is_told_at_once():

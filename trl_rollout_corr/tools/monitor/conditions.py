@@ -90,6 +90,26 @@ def gap_from_the_start(window: Window) -> float | None:
     return None if now is None or first is None else min(now, first)
 
 
+_MORE = 0.3  # growth of the share of truncated completions since the start
+
+
+def cut_since_the_start(window: Window) -> float | None:
+    """Share of truncated completions if it has grown since the first windows, else 0; `None` if unknown."""
+    now, first = window.cut, window.course.cut_at_start
+    return None if now is None or first is None else now if now > first + _MORE else 0.0
+
+
+def gap_of_fresh_weights(window: Window) -> float | None:
+    """Smaller one of `k3_kl` now and its median of early steps, if all weights so far were fresh; `None` if unknown."""
+    now, early = window.get("k3_kl"), window.course.gap_of_early_steps
+    return None if now is None or early is None else min(now, early)
+
+
+def gap_by_sign(window: Window) -> float | None:
+    """How much the gaps of negative and positive advantages differ for good; 0 where noise explains it."""
+    return None if window.get("kl_advantage_negative") is None else window.course.lasting_by_sign
+
+
 def without_advantages(window: Window) -> float | None:
     """
     1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave

@@ -70,8 +70,8 @@ class Bound:
 
     @property
     def metric(self) -> str:
-        """Key of the metric in a log."""
-        return PREFIX + self.key
+        """Key of the metric in a log; TRL's own have a slash."""
+        return self.key if "/" in self.key else PREFIX + self.key
 
     @property
     def most(self) -> int:

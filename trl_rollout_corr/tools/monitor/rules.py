@@ -41,6 +41,30 @@ RULES = [
         measure=conditions.without_advantages,
     ),
     _rule(
+        "cut",
+        key="completions/clipped_ratio",
+        limit=0.8,
+        seen="A share of {value:.2g} of the completions is cut off at `max_completion_length`{began}.",
+        why="This may be harmless if the reward judges beginnings as well as whole answers. Otherwise answers are missing: "
+        "the policy learns to write more than the limit, or no longer ends.",
+        advice="Look at some completions. If they go on well, raise `max_completion_length`. If they repeat themselves or do "
+        "not end, the policy is failing: look at `entropy` and the reward of the same steps, and go back to a checkpoint.",
+        patience=5,
+        measure=conditions.cut_since_the_start,
+    ),
+    _rule(
+        "clipped",
+        key="clip_ratio/region_mean",
+        limit=0.3,
+        seen="A share of {value:.2g} is clipped at the first visit of a batch (`clip_ratio/region_mean`), above {limit:g}.",
+        why="This may be intended, where a few far tokens or completions are meant to be left out. In bypass mode the clip "
+        "range is around the sampler, so that its gap alone, without any update, leaves a narrow range.",
+        advice="Widen `epsilon` and `epsilon_high` until only a few are clipped in the first steps. In decoupled mode the "
+        "range is around the policy before the update.",
+        applies=lambda window: window.clips_at_once,
+        measure=lambda window: window.of_trl("clip_ratio/region_mean"),
+    ),
+    _rule(
         "nonfinite",
         {
             "name": "nonfinite_many",
@@ -85,6 +109,17 @@ RULES = [
             "why": "{corrected}",
             "advice": "{leave} {close}",
             "applies": lambda window: window.corrects is not False,
+        },
+        {
+            "name": "k3_lasting",
+            "limit": 0.005,
+            "seen": "`k3_kl` is {value:.2g} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} as "
+            "well.",
+            "why": "This may be harmless: the limit is of dense models in bfloat16, and mixtures of experts and engines with "
+            "8 bits show more. With a lasting gap of 0.009, runs of ours collapsed.",
+            "advice": "{find}",
+            "measure": conditions.gap_of_fresh_weights,
+            "applies": lambda window: not window.rounds_more,
         },
         key="k3_kl",
         seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
@@ -148,6 +183,19 @@ RULES = [
         applies=lambda window: window.fresh,
         measure=conditions.bias,
         covers=("k3_corrected",),
+    ),
+    _rule(
+        "gap_by_sign",
+        key="kl_advantage_negative",
+        limit=0.002,
+        seen="`kl_advantage_negative` and `kl_advantage_positive` differ by {value:.2g}, above {limit:g}, although the "
+        "weights that sample are fresh.",
+        why="This may be harmless if the advantage goes with the length or the place of tokens that round more. Otherwise "
+        "neither rounding nor a push knows the advantage, so something that comes after the rewards makes the difference. "
+        "`k3_kl` may stay flat while the reward falls.",
+        advice="{find} `gain_advantage_positive` and `gain_advantage_negative` show which way the loss is pushed.",
+        applies=lambda window: window.age is not None and window.age < 1,
+        measure=conditions.gap_by_sign,
     ),
     _rule(
         "fresh_gap",

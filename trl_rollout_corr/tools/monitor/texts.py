@@ -127,6 +127,10 @@ _DROPPED = {
 # Mean weight of completions at the start above which length alone does not explain a low one now
 _NEAR_1 = 0.9
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios."
+_EXCEEDS = (
+    "Otherwise the sampler finds the completions less likely than the trainer does: most weights exceed the upper bound, "
+    "where the correction drops them."
+)
 _FALLS = f"Otherwise the weights shrink with length, even if nothing is wrong: {_PRODUCT}"
 _FELL = (
     f"Otherwise the gap or the length has grown, because the mean weight was {{first:.2g}} at the start: {_PRODUCT}"
@@ -264,7 +268,9 @@ def _length(window: Window) -> str:
 
 def _fell(window: Window) -> str:
     """A sentence on why the mean weight of completions is low."""
-    first = window.course.weight_at_start
+    first, high = window.course.weight_at_start, window.get("rollout_is_ratio_fraction_high") or 0.0
+    if high > (window.get("rollout_is_ratio_fraction_low") or 0.0) and window.bounding and window.bounding.drops:
+        return _EXCEEDS
     return _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS
 
 
@@ -299,6 +305,25 @@ def _corrected(window: Window) -> str:
     if fresh and origin(window) == "open" and _gap(window) <= HUGE:
         return _CORRECTED_FRESH
     return _by_origin(_CORRECTED_HUGE if _gap(window) > HUGE else _CORRECTED, window)
+
+
+_FRESH = "To make the gap smaller, lower `learning_rate`: the weights that sample are fresh already."
+_FIND = (
+    "Find the cause: set `rollout_dump_dir`, train a few steps, and run `trl-rollout-corr diagnose` on the dump. "
+    "`trl-rollout-corr probe` measures what rounding gives here."
+)
+
+
+def _closer(window: Window) -> str:
+    """How to make the gap smaller."""
+    if origin(window) == "start":
+        return _FROM_THE_START
+    return _FRESH if window.age is not None and window.age < 1 else _CLOSER
+
+
+def _began(window: Window) -> str:
+    """The share of truncated completions at the start."""
+    return f", and {window.course.cut_at_start or 0.0:.2g} at the start"
 
 
 # Sentences for the state of a run, by their name in the texts of rules
@@ -349,7 +374,9 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "corrects": lambda window: _UNKNOWN if window.settings is None else "the run corrects for it",
     "leave": lambda window: to_leave(_advice(window), window.settings),
     "close": lambda window: _CLOSE[origin(window)],
-    "closer": lambda window: _FROM_THE_START if origin(window) == "start" else _CLOSER,
+    "closer": _closer,
+    "find": lambda window: _FIND,
+    "began": _began,
     "no_tokens": _no_tokens,
     "of_push": lambda window: _OF_SOME if _some_texts(window) else OF_PUSH,
     "push_or_text": lambda window: _some_texts(window) or LOOK_AT_PUSH,

@@ -16,7 +16,7 @@ from .advice import clips_by_trl, known_age, samples_with_8_bits
 # Types of a key-value cache that round no more than the model does
 _PLAIN = ("auto", "bfloat16", "float16", "float32", "half", "float")
 # Between the policy that sampled and the policy that trains
-_GAPS = ("kl", "k3_kl", "kl_advantage_positive")
+_GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative")
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
@@ -39,6 +39,7 @@ class Course:
     LATEST, STAYS = 11, 0.75  # windows, and the least share of the first half's value that the second half must keep
     SAME = 1e-5  # nats per token: a smaller `fresh_k3_kl` is rounding
     LASTING, ERRORS = 8, 5.0  # windows whose mean is compared with 0, and the least mean in standard errors
+    EARLY = range(21, 41)  # optimizer steps whose median gap is compared with the limit of fresh weights
     CHANCE = 1e-3  # probability below which chance does not explain a mean ratio
 
     def __init__(self) -> None:
@@ -47,6 +48,9 @@ class Course:
         self._first = list[tuple[int, float, float]]()  # step, `kl` and `k3_kl` of the first windows
         self._weights = list[float]()  # mean weights of the first windows
         self._fresh = list[float]()  # `k3_kl` of the first optimizer steps without weights known to be stale
+        self._early = list[float]()  # `k3_kl` in the steps `EARLY`
+        self._age_known = True  # in all windows
+        self._cut = list[float]()  # share of truncated completions in the first windows
         self._scored_again = list[float]()  # `fresh_k3_kl` of the first windows that log it
         self.go_on(0)
 
@@ -58,6 +62,7 @@ class Course:
         self._step = step
         self._rewarded = deque[float](maxlen=self.LATEST)
         self._excess = deque[float](maxlen=self.LASTING)
+        self._by_sign = deque[float](maxlen=self.LASTING)
 
     def add(self, window: "Window") -> None:
         """Add a window."""
@@ -72,12 +77,19 @@ class Course:
                 if window.step <= self.BEGINNING and staleness < 1.0:
                     self._fresh.append(k3)
             self._excess.append(k3 - kl)
+        self._age_known &= window.get("staleness_max") is not None
+        if k3 is not None and window.step in self.EARLY:
+            self._early.append(k3)
+        if (cut := window.cut) is not None and len(self._cut) < self.BEGINNING:
+            self._cut.append(cut)
         if (weight := window.get("rollout_is_mean")) is not None and len(self._weights) < self.BEGINNING:
             self._weights.append(weight)
         if (fresh := window.get("fresh_k3_kl")) is not None and len(self._scored_again) < self.BEGINNING:
             self._scored_again.append(fresh)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
+            if (punished := window.get("kl_advantage_negative")) is not None:
+                self._by_sign.append(punished - rewarded)
 
     @property
     def oldest(self) -> float:
@@ -109,6 +121,34 @@ class Course:
     def gap_of_fresh_weights(self) -> float | None:
         """The smallest `k3_kl` of the first steps, when weights are fresh; `None` if unknown."""
         return min(self._fresh, default=None)
+
+    @property
+    def gap_of_early_steps(self) -> float | None:
+        """
+        The median `k3_kl` of the steps `EARLY`, once they are over; `None` unless all weights so far were fresh. If their
+        age is unknown, a gap that was half as large in the first steps is none of age.
+        """
+        if self._oldest >= 1.0 or self._step < self.EARLY[-1] or len(self._early) < 2:
+            return None
+        median = statistics.median(self._early)
+        return median if self._age_known or median < 2 * (self.gap_of_fresh_weights or 0.0) else None
+
+    @property
+    def cut_at_start(self) -> float | None:
+        """The smallest share of truncated completions in the first windows; `None` if unknown."""
+        return min(self._cut, default=None)
+
+    @property
+    def lasting_by_sign(self) -> float:
+        """
+        Size of the mean difference of the gaps of negative and positive advantages in the latest windows, if all have its
+        sign and it is not chance, else 0.
+        """
+        latest = [*self._by_sign]
+        if len(latest) < self.LASTING or (min(latest) < 0) == (max(latest) > 0):
+            return 0.0
+        mean, error = statistics.fmean(latest), statistics.stdev(latest) / math.sqrt(len(latest))
+        return abs(mean) if abs(mean) > self.ERRORS * error else 0.0
 
     def fresh_growth(self, fresh: float) -> float:
         """
@@ -241,10 +281,19 @@ class Window:
     @property
     def cut(self) -> float | None:
         """The share of truncated completions that TRL logged last; `None` if unknown."""
-        share = self.metrics.get("completions/clipped_ratio")
-        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share):
+        return self.of_trl("completions/clipped_ratio")
+
+    def of_trl(self, key: str) -> float | None:
+        """A metric of TRL; `None` if missing or no finite number."""
+        value = self.metrics.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None
-        return float(share)
+        return float(value)
+
+    @property
+    def clips_at_once(self) -> bool:
+        """True if the loss clips around the sampler, although the weights are fresh and the batch is new."""
+        return self.clips and not self.reuses and self.age is not None and self.age < 1
 
     @property
     def clips(self) -> bool:
