@@ -5,6 +5,7 @@ import html
 import itertools
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,7 +23,7 @@ from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
-from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, STAGES, Stage
+from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES, Stage
 from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
@@ -31,7 +32,7 @@ from trl_rollout_corr.tools.translation.setting_files import settings_of_run
 
 
 with benchmarks("diagnose") as load_module:
-    faults = load_module("faults")
+    faults, simulated = load_module("faults"), load_module("simulated")
 SEED = 2  # of those that have turns
 # Of faults that take a pass of the sampler each, one of every cause runs by default
 QUICK = ("cold_sampler", "top_p", "repetition_penalty", "int8_weights")
@@ -463,17 +464,21 @@ def test_a_gap_that_is_complete_in_the_first_step_is_not_stale(maker, right, tmp
     assert causes_of(folder, tmp_path / "later", off, range(3, 9)).get("stale", "possible") == "possible"
 
 
-def test_weights_that_are_never_pushed_are_in_doubt_where_an_adapter_may_count_twice(maker, right, ranks):
+def test_weights_that_are_never_pushed_are_in_doubt_unless_it_was_seen(maker, right, ranks):
     maker.drifting("never_pushed", SEED, right, "float32", ranks)
     observed = read_tokens(maker.output / "never_pushed" / str(SEED))
-    for adapter, word in (("none", "certain"), ("LORA", "possible")):
-        observed.about = {"adapter": adapter}
-        [finding] = diagnose(observed).findings
-        assert (finding.name, sure(finding)) == ("never_pushed", word)
     half = {"trainer_dtype": "float32", "sampler_dtype": "bfloat16"}
-    for coarser in ({"quantization": "fp8"}, half):  # updates that a sampler rounds away add up
-        observed.about = {"adapter": "none", **coarser}
-        assert sure(diagnose(observed).findings[0]) == "possible"
+    seen = [(1, 1e-9, 0.0), (2, 1e-4, 0.0), (8, 2 * observed.k3, 0.0)]
+    for scores, about, word in (
+        ((), {"adapter": "none"}, "possible"),
+        (seen, {"adapter": "none"}, "certain"),
+        (seen, {"adapter": "LORA"}, "certain"),
+        (seen, {"quantization": "fp8"}, "possible"),  # updates that a sampler rounds away add up
+        (seen, half, "possible"),
+    ):
+        observed.scored_again, observed.about = scores, about
+        finding = diagnose(observed).findings[0]
+        assert (finding.name, sure(finding)) == ("never_pushed", word)
 
 
 def test_a_gap_that_only_grows_is_not_surely_of_weights_that_are_never_pushed(maker, right, tmp_path, capsys):
@@ -482,7 +487,11 @@ def test_a_gap_that_only_grows_is_not_surely_of_weights_that_are_never_pushed(ma
     folder = maker.output / "growing_noise" / str(SEED)
     assert causes_of(folder, tmp_path / "dump", lambda row: None) == {"never_pushed": "possible"}
     main(["diagnose", str(folder)])
-    assert "Noise that grows, or an adapter that counts twice, would look the same" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "Noise that grows, updates that the sampler rounds away, or an adapter that counts twice would look the"
+        in said
+    )
 
 
 def test_half_of_the_completions_from_old_weights_are_not_all_of_them(benchmark, maker, right, ranks, capsys):
@@ -583,7 +592,7 @@ def test_equal_values_of_tokens_that_the_trainer_finds_equally_likely_are_no_fil
 def test_only_values_that_are_not_of_sampled_tokens_are_called_uncorrectable(maker, benchmark):
     """With another temperature the mean of exp(d) is 1, so that importance weights are right; before temperature it is not."""
     said = {name for name, cause in CAUSES.items() if "a policy that no token was sampled from" in cause.remedy}
-    assert said == {"shift", "not_sampled", "temperature"}
+    assert said == {"shift", "offset", "not_sampled", "temperature", "other_draws"}
     ratios = {}
     for fault in ("cold_sampler", "raw_logprobs"):
         engine = faults.FAULTS[fault].engine.get("logprobs_mode")
@@ -841,8 +850,9 @@ def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_pat
 
 
 def test_every_cause_has_a_fault_a_signature_and_a_remedy_that_loads():
-    tested = {name for stage in (*STAGES, *DIFFUSE) for name, _ in stage.tests}
-    assert tested == set(CAUSES) == {fault.cause for fault in faults.FAULTS.values()} - {"nothing", "unknown"}
+    tested = {name for stage in (*STAGES, *DIFFUSE, *LAST) for name, _ in stage.tests}
+    injected = {fault.cause for fault in faults.FAULTS.values()} - {"nothing", "unknown"}
+    assert tested == set(CAUSES) == injected | {case.right[0] for case in simulated.CASES.values()} - {"healthy"}
     for name, cause in CAUSES.items():
         known = {f for f in cause.settings if f in RolloutCorrectedGRPOConfig.__dataclass_fields__}
         assert known == set(cause.settings), name
@@ -1045,17 +1055,11 @@ def other_weights(tiny_model_path, tmp_path_factory):
     return dump_of
 
 
-def test_a_sampler_that_gets_no_weights_is_named_with_its_marks(other_weights, capsys):
+def test_a_sampler_that_gets_no_weights_is_named(other_weights):
     """A run that learns, with a sampler that keeps its first weights and announces none."""
     folder = other_weights(lag=1000)
-    assert main(["diagnose", str(folder)]) == 1
-    said = capsys.readouterr().out
-    assert "(never_pushed)" in said or "(stale)" in said
     found = rewritten(folder, folder.parent / "fresh", unannounced)
-    assert (found[0].name, sure(found[0])) == ("never_pushed", "certain")
-    numbers = found[0].evidence.numbers
-    assert numbers["alike"] > 0.05
-    assert numbers["rewarded"] > 0
+    assert (found[0].name, sure(found[0])) == ("never_pushed", "possible")
 
 
 def unannounced(row):
@@ -1126,15 +1130,26 @@ def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(m
 def test_published_answers_are_of_the_bounds_that_are_set():
     folder = ROOT / "benchmarks" / "diagnose"
     results, page = json.loads((folder / "results.json").read_text()), (folder / "README.md").read_text()
-    assert results["signatures"] == [
-        [name, test.weak, test.strong] for stage in (*STAGES, *DIFFUSE) for name, test in stage.tests
-    ]  # judged with the bounds that are set
+    bounds = {(name, test.weak, test.strong) for stage in (*STAGES, *DIFFUSE, *LAST) for name, test in stage.tests}
+    judged = {tuple(signature) for signature in results["signatures"]}
+    assert judged <= bounds  # judged with the bounds that are set
+    of_simulated = json.loads((folder / "simulated.json").read_text())
+    assert {tuple(signature) for signature in of_simulated["signatures"]} == bounds
+    # causes that came later were not judged by this kit, which its page says
+    for name in {name for name, *_ in bounds - judged}:
+        assert f"`{name}`" in page.partition("## What was found")[0], name
 
     with benchmarks("diagnose", "") as load:
         run = load("run")
         table = run.certainty(results["with_second_look"], results["without"]).splitlines()[2:]
         doubted = run.uncovered(results["with_second_look"]).splitlines()[-1].split("|")
     assert int(doubted[3]) >= 0.9 * int(doubted[4])
+    words, pages = Counter(), (folder / "SIMULATED.md").read_text()
+    for answers in of_simulated["answers"].values():
+        words.update(answers["words"])
+    for word, goal in run.GOALS.items():
+        if words[f"{word}, right"] < goal / 100 * words[word]:
+            assert f"**The goal of *{word}* is missed**" in pages, word
     for line in table:
         _, word, right, n, *_ = line.split(" | ")
         if int(right) < run.GOALS.get(word, 0) / 100 * int(n):  # a goal that is missed is published as such

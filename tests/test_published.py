@@ -47,7 +47,7 @@ OF_TRL = {"length": "table", "long_answers": "table"}  # their tables are in `ar
 # `tests/test_arena.py` has those of the arena
 TABLES = {
     "results": of_this_folder,
-    "diagnose": lambda load, results: load("run").tables(results),
+    "diagnose": lambda load, results: load("run").tables(results["results"]),
     "exact": lambda load, results: load("run").tables(results),
     "language_model": lambda load, results: load("report").tables(results),
 }

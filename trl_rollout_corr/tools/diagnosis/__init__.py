@@ -71,7 +71,16 @@ def observe_dump(dump: Dump, settings: Settings | None, *, quiet: bool) -> Dumpe
     logs = read_logs(dump.path)
     movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
     facts = (settings, dump.settings, dump.about, movement)
-    return DumpedTokens(dump.sequences, *facts, quiet=quiet, age=dump.age, scored_again=scored)
+    entropy = _entropy(logs, dump.sequences.step)
+    return DumpedTokens(dump.sequences, *facts, quiet=quiet, age=dump.age, scored_again=scored, entropy=entropy)
+
+
+def _entropy(logs: list[dict[str, Any]], steps: np.ndarray) -> dict[int, float]:
+    """TRL's `entropy` by the optimizer step of the dump: an entry of the log covers the steps since the one before it."""
+    known = sorted((int(entry["step"]), x) for entry in logs if (x := value_of(entry, "entropy")) is not None)
+    until = np.array([step for step, _ in known])
+    places = {int(step): int(np.searchsorted(until, step)) for step in np.unique(steps)}
+    return {step: known[place][1] for step, place in places.items() if place < len(known)}
 
 
 def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, float, float]]:

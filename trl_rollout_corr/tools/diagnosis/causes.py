@@ -79,6 +79,13 @@ CAUSES: dict[str, Cause] = {
         "A `rollout_func` or environment returns log-probabilities that begin at the first token of the prompt, or that lack "
         f"the last token. Return one log-probability for each sampled token, in the same order. {HIDES}",
     ),
+    "offset": Cause(
+        "log-probabilities that are off by the same number at every token",
+        Test(single_tokens.offset, 0.5, 0.8),
+        "A `rollout_func`, an environment or a server returns values that are not normalised: logits, log-probabilities of a "
+        "part of the vocabulary, or ones to which a bonus or a length was added. Return `log_softmax` of all logits at the "
+        f"sampled token. {HIDES}",
+    ),
     "not_sampled": Cause(
         "values that are not log-probabilities of the sampled tokens",
         Test(single_tokens.not_sampled, 0.3, 0.6),
@@ -116,6 +123,14 @@ CAUSES: dict[str, Cause] = {
         "The sampler and the trainer read the previous turns as different tokens: text was rendered again between turns, and "
         "reasoning or special tokens were lost or added. Keep the token ids of all turns, and append the ids of the tool's "
         "answer to them. A correction is valid, but the model learns in a context that it never meets.",
+    ),
+    "by_advantage": Cause(
+        "completions whose advantage is of one sign, while the others of the same steps show less",
+        Test(single_tokens.by_advantage, 1.5, 2.5),
+        "Neither rounding nor old weights know the advantage. Something that comes after the rewards makes the difference: "
+        "values that are computed again or stored in another type for one kind, completions that are edited, or completions "
+        "from another source, such as demonstrations. Look at `kl_advantage_positive` and `kl_advantage_negative`, because "
+        "`k3_kl` may stay flat while the reward falls.",
     ),
     "prefix_cache": Cause(
         "a prefix cache that is older than the weights",
@@ -171,10 +186,26 @@ CAUSES: dict[str, Cause] = {
         "A preset of decoupled mode measures sampler and updates separately: `decoupled_token_is` with fresh weights, "
         "`auto` with stale ones.",
     ),
+    "recorded": Cause(
+        "completions that were used before: a fixed pool, or a buffer that replays them",
+        Test(drift.recorded, 0.2, 0.5),
+        "The completions come from the policy of the step in which they were recorded, and the trainer has learned from "
+        "them since: announce that step (`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio "
+        "may exceed 1, because the trainer has made these very tokens likelier.",
+        correction="any",
+    ),
+    "changed": Cause(
+        "something that changed at one step",
+        Test(drift.changed, 1.5, 2.0),
+        "Find out what happened at this step: an engine that was restarted, quantised, or switched to other kernels, a "
+        "replica that joined, other prompts, or longer completions. Weights that do not arrive would make the gap grow "
+        "further. `trl-rollout-corr diagnose` on the files of the steps before and after it tells them apart.",
+        correction="any",
+    ),
     "never_pushed": Cause(
-        "weights that are never pushed to the sampler",
+        "weights that do not arrive in the sampler",
         Test(drift.never_pushed, 0.4, 0.6),
-        "Trainer and sampler drift apart from the first step on, whatever the age of the samples. Look at the push: the "
+        "Trainer and sampler drift apart, whatever the age of the samples. Look at the push: the "
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may load weights but "
         "keep its cache. "
         f"{_GROWS} If vLLM runs in a coarser type than the trainer, or in FP8 or INT8, small updates may be lost to rounding, "
@@ -187,6 +218,13 @@ CAUSES: dict[str, Cause] = {
         "Ask the server for its adapters (`/v1/models`), and check that requests name the adapter that was pushed last. "
         "Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
         f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_GROWS}",
+    ),
+    "pushed_in_part": Cause(
+        "weights that arrive in part, or with a wrong scale",
+        Test(drift.pushed_in_part, 0.4, 0.6),
+        "The sampler moves with each push, and yet not to the trainer's weights. Look for parameters that the engine leaves "
+        "out: biases, `modules_to_save` and magnitudes (DoRA) of an adapter, a head, experts; for the scale of an adapter; "
+        "and for one replica of several. Compare tensors in the engine with the trainer's after a push. " + _GROWS,
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
@@ -235,6 +273,14 @@ CAUSES: dict[str, Cause] = {
         {"temperature": 1.0},
         "The sampler divides logits by another temperature: look for one in a `rollout_func`, in `generation_kwargs` and in "
         f"requests to the server. {_RAW}",
+    ),
+    "other_draws": Cause(
+        "tokens that were drawn from another distribution than their values",
+        Test(sampling.other_draws, 0.1, 0.3),
+        "Trainer and sampler agree about the values, but the tokens are too likely or too unlikely for them: the values are "
+        "of the whole distribution at the trainer's temperature, and the tokens were drawn with another temperature, with "
+        "`top_p`, or in another way. Return the log-probabilities of the distribution that tokens are drawn from "
+        f"(`--logprobs-mode processed_logprobs`), or draw from the whole one. {HIDES}",
     ),
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",

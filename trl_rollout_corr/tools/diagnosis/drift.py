@@ -1,11 +1,16 @@
 """
-Causes whose gap grows between sequences: with the age of the weights, with the step, or with
-padding.
+Causes that depend on when a completion was sampled: the age of its weights, the pushes that arrive, and what changed.
+
+The scores after pushes, `fresh_k3_kl` and `age_k3_kl`, observe whether weights arrive. They are asked first. A dump
+without them is judged by the course of its gap, and that inference is only *possible*.
 """
+
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .evidence import FLOOR, POSSIBLE, Evidence, bounded, by_token, mean, pearson, ranks_of, rms, spearman
+from ...correction.functional import LARGEST_POWER
+from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, pearson, ranks_of, rms, spearman
 from .observed import DumpedTokens
 
 
@@ -18,11 +23,15 @@ _MOVED = 5.0  # the same for step and sampler's log-probabilities, because compl
 # A sum of learning rates too small to cause a gap: a tenth of one step at the smallest rate in use
 _STILL = 1e-7
 _LIKELY = 0.85  # certainty of a cause that resembles a prompt that was trained on before
-_ALIKE = 0.05  # log-ratios of one token repeat from this correlation on
 _SURELY = 0.6  # statistic from which a gap surely grows
 _PROOF = 10.0  # statistic of an old cache that was seen
 NONE, _HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it
-_EVERYWHERE = 0.3  # share of the usual gap that every completion shows if all come from old weights
+# Of scores after pushes: a `fresh_k3_kl` that counts, times that of the first pushes; what is rounding, in nats per token;
+# and the largest move of a sampler that stands still, over that gap and over the noise of the kernels
+_FURTHER, _SAME, _UNMOVED, _NOISE = 10.0, 1e-5, 0.05, 3.0
+_FASTER = 1.5  # growth of `fresh_k3_kl` over `age_k3_kl` from one score to the next
+_SIDES = 3  # fewest steps before and after a change
+_LEVEL = 1.3  # ratio of the halves of a side, up to which the gap is level there
 
 
 def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
@@ -62,38 +71,51 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
     return 2 * beyond - 1, ((n + m + 1) / (3 * max(n, 1) * m)) ** 0.5
 
 
-def stale(o: DumpedTokens) -> Evidence | None:
-    ages = np.unique(o.staleness[np.isfinite(o.staleness)])
-    one_age = len(ages) < 2
-    if _is_not_of_age(o, one_age=one_age):
-        return None
-    sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
-    evidence = _of_one_age(o, float(ages.sum())) if one_age else growing(o, o.staleness, sentence)
-    if evidence is None:
-        return None
-    numbers = {**evidence.numbers, "oldest": float(ages.max(initial=0.0))}
-    doubtful = not one_age and _may_be_never_pushed(o)
-    return evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
+# What the scores after pushes show -----------------------------------------------------------------------------------------
 
 
-def _is_not_of_age(o: DumpedTokens, *, one_age: bool) -> bool:
-    """True if something else explains a gap that grows with the age of the weights, or with one age."""
-    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF:
-        return True
-    missing = adapter_missing(o)
-    if missing is not None and missing.statistic > 0:
-        return True  # ages mean nothing if all samples come from the base model
-    still = never_pushed(o) if one_age else None
-    return still is not None and still.statistic > _SURELY and _moves_alone(o)  # it grows without end
+class Pushes(NamedTuple):
+    """What the scores after pushes show of the weights: whether they `arrive`, are `lost`, or arrive in `part`."""
+
+    arrival: Literal["arrive", "lost", "part", "unknown"]
+    step: int = 0  # optimizer step of the latest score
+    fresh: float = np.nan  # `fresh_k3_kl` there
+    age: float = np.nan  # `age_k3_kl` there
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"at": float(self.step), "fresh": self.fresh, "age": self.age}
 
 
-def _may_be_never_pushed(o: DumpedTokens) -> bool:
+_SCORES = (
+    "right after the push of step {at}, trainer and sampler are {fresh} apart (`fresh_k3_kl`), and the sampler has moved by "
+    "{age} since it drew the tokens (`age_k3_kl`)"
+)
+
+
+def pushes(o: DumpedTokens) -> Pushes:
     """
-    True if weights that never arrive may explain a gap that grows with the age: it grows with the
-    step at equal age, and not with the age.
+    Whether weights arrive, by the scores after the latest pushes. With equal weights the two sides are as far apart as
+    after the first push; if they are further apart, the push was lost if the sampler stands still.
     """
-    may_stand_still = _step_explains(o) or (_serves_adapters(o) and not _age_explains(o))
-    return may_stand_still and not pushes_arrive(o)
+    if len(o.scored_again) < 2 or not o.k3:
+        return Pushes("unknown")
+    usual = max(min(fresh for _, fresh, _ in o.scored_again), _SAME)
+    step, fresh, age = o.scored_again[-1]
+    if max(fresh for _, fresh, _ in o.scored_again[1:]) < NONE * o.k3:
+        # what happened after the latest score was not observed
+        return Pushes("arrive" if _k3_until(o, step) > _HALF * o.k3 else "unknown", step, fresh, age)
+    if not np.isfinite(age) or fresh < _FURTHER * usual:
+        return Pushes("unknown")
+    _, noise, other_noise = o.scored_again[0]  # of the kernels: right after the first push nothing has moved
+    still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
+    return Pushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
+
+
+def _k3_until(o: DumpedTokens, step: int) -> float:
+    """`k3_kl` of the tokens up to an optimizer step."""
+    d = o.d[o.step[o.row] <= step]
+    return mean(np.expm1(np.minimum(d, LARGEST_POWER)) - d)
 
 
 def with_equal_weights(o: DumpedTokens) -> float:
@@ -102,16 +124,174 @@ def with_equal_weights(o: DumpedTokens) -> float:
     if no completions were scored again then.
     """
     first = next(iter(o.scored_again), None)
-    return (first[1] + first[2]) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
+    return (first[1] + np.nan_to_num(first[2])) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
 
 
-def pushes_arrive(o: DumpedTokens) -> bool:
+# Weights that do not arrive ------------------------------------------------------------------------------------------------
+
+
+def never_pushed(o: DumpedTokens) -> Evidence | None:
+    return None if _serves_adapters(o) else _apart(o)
+
+
+def adapter_missing(o: DumpedTokens) -> Evidence | None:
+    """Test whether the weights do not arrive, in a run whose sampler should load adapters by itself."""
+    return _apart(o) if _serves_adapters(o) else None
+
+
+def _serves_adapters(o: DumpedTokens) -> bool:
+    return o.about.get("pushed") == "adapter"
+
+
+def _apart(o: DumpedTokens) -> Evidence | None:
+    """Test whether pushes are lost: by the scores after them, and without scores by the course of the gap."""
+    seen = pushes(o)
+    if seen.arrival == "lost":
+        # updates that the sampler rounds away look the same
+        most = POSSIBLE if o.quantised or o.coarser else 0.99
+        return Evidence(1.0, 1.0, seen.numbers, _SCORES, most=most)
+    return _drifts_apart(o) if seen.arrival == "unknown" else None
+
+
+def _drifts_apart(o: DumpedTokens) -> Evidence | None:
     """
-    True if trainer and sampler hardly differ right after each push, on completions that were scored
-    again.
+    Infer from the course of the gap that weights do not arrive: it keeps growing with the step, whatever the age, and the
+    sampler's own log-probabilities stay as they are.
     """
-    later = [fresh for _, fresh, _ in o.scored_again[1:]]
-    return bool(later) and max(later) < NONE * o.k3
+    beyond = _MOVED if o.step.min() <= 1 else _CHANCE  # the start proves it best
+    if _as_small_as_rounding(o) or stands_still(o) or _sampler_moves(o, beyond):
+        return None
+    if _serves_adapters(o) and not _step_explains(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age, while the "
+        "sampler's own log-probabilities stay as they are. Noise that grows, updates that the sampler rounds away, or an "
+        "adapter that counts twice would look the same; `fresh_k3_kl` and `age_k3_kl` would tell, but this log lacks them"
+    )
+    freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
+    # the freshest samples only, so that age cannot be the cause, unless it was found to be none
+    chosen = np.isnan(freshest) | (o.staleness == freshest) | _serves_adapters(o)
+    evidence = growing(o, np.where(chosen, o.step, np.nan), sentence)
+    before = float(o.step.min() - 1)
+    if evidence is None or not before:
+        return evidence and evidence._replace(most=POSSIBLE)
+    growth = evidence.numbers["high"] / max(evidence.numbers["low"], FLOOR / 4)
+    as_fast = (
+        growth**2 < _GROWTH * ((o.step.max() - 1) / before) ** 2
+    )  # faster than the number of steps, as in a collapse
+    return evidence._replace(most=POSSIBLE) if as_fast else None
+
+
+def pushed_in_part(o: DumpedTokens) -> Evidence | None:
+    """Test whether the two sides move apart although the sampler moves: by the scores after pushes."""
+    seen = pushes(o)
+    if seen.arrival != "part" or not _falls_behind(o):
+        return None
+    sentence = (
+        f"{_SCORES}; the gap keeps growing. Kernels that differ more for this policy than for the first, or samples that are "
+        "older than announced, would look the same for a while"
+    )
+    return Evidence(1.0, 1.0, seen.numbers, sentence, most=POSSIBLE)
+
+
+def _falls_behind(o: DumpedTokens) -> bool:
+    """
+    True if `fresh_k3_kl` grows faster than the sampler moves (`age_k3_kl`), as it does without end if weights do not
+    arrive. With samples that are older than announced, both follow the pace of training.
+    """
+    paces = [fresh / age for _, fresh, age in o.scored_again[1:] if age > _SAME / 10]
+    return len(paces) > 1 and paces[-1] > _FASTER * paces[-2]
+
+
+def _keeps_growing(o: DumpedTokens) -> bool:
+    """True if the gap still grows in the second half of the steps, as it does without end if weights do not arrive."""
+    later = growing(o, np.where(o.step > np.median(np.unique(o.step)), o.step, np.nan), "")
+    return later is not None and later.statistic > 0
+
+
+def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
+    """
+    True if the sampler's own log-probabilities rise or fall with the step by more than `beyond`
+    standard deviations under chance, which means that it gets weights.
+    """
+    own = o.of_rows(o.rollout)
+    finite = np.isfinite(own)
+    return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond)
+
+
+def stands_still(o: DumpedTokens) -> bool:
+    """
+    True if the learning rates in the log are too small for any change of the trainer's weights.
+    """
+    return o.movement <= _STILL  # False for NaN
+
+
+def standing_still(o: DumpedTokens) -> Evidence | None:
+    if not stands_still(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning rates of "
+        "these steps add up to {movement}, so that the trainer's weights stand still"
+    )
+    evidence = growing(o, o.step.astype(float), sentence)
+    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
+
+
+# A change ------------------------------------------------------------------------------------------------------------------
+
+
+def changed(o: DumpedTokens) -> Evidence | None:
+    """Test whether the gap begins or ends at one step, and is level before and after it."""
+    size = np.log(np.maximum(o.level_of_rows, 1e-9))
+    finite = np.isfinite(size)
+    steps = np.unique(o.step[finite])
+    if len(steps) < 2 * _SIDES:
+        return None
+    size, step = size[finite], o.step[finite]
+
+    def apart(at: int) -> float:
+        return abs(float(size[step >= at].mean() - size[step < at].mean()))
+
+    at = int(max(steps[_SIDES : len(steps) - _SIDES + 1], key=apart))
+    after = o.step >= at
+    sides = (size[step < at], size[step >= at])
+    error = float(sum(side.var() / len(side) for side in sides)) ** 0.5
+    if apart(at) < _MOVED * error or not all(_level(size[side], step[side]) for side in (step < at, step >= at)):
+        return None
+    begins = sides[1].mean() > sides[0].mean()
+    inside = {name: o.core & side[o.row] for name, side in (("before", ~after), ("after", after))}
+    numbers = {"step": float(at), **{name: rms(o.d[here]) for name, here in inside.items()}}
+    part = after if begins else ~after
+    share = bounded(float(np.square(o.d[part[o.row]]).sum()) / max(o.total, 1e-300))
+    sentence = "|d| is {before} in the steps before step {step} and {after} from it on, and level on both sides of it"
+    return Evidence(float(np.exp(apart(at))), share, numbers, sentence, rows=part)
+
+
+def _level(size: np.ndarray, step: np.ndarray) -> bool:
+    """True if logarithms of sizes do not change with the step: the halves are alike."""
+    late = step > np.median(np.unique(step))
+    if not late.any() or late.all():
+        return True
+    return abs(float(size[late].mean() - size[~late].mean())) < np.log(_LEVEL)
+
+
+# Old weights ---------------------------------------------------------------------------------------------------------------
+
+
+def stale(o: DumpedTokens) -> Evidence | None:
+    ages = np.unique(o.staleness[np.isfinite(o.staleness)])
+    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF or pushes(o).arrival == "lost":
+        return None
+    if len(ages) < 2:
+        return _of_one_age(o, float(ages.sum()))
+    if _serves_adapters(o) and _step_explains(o):
+        return None  # ages mean nothing if all samples come from the base model
+    sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
+    evidence = growing(o, o.staleness, sentence)
+    # weights that never arrive may explain a gap that grows with the step at equal age, and not with the age
+    doubtful = pushes(o).arrival != "arrive" and (_step_explains(o) or (_serves_adapters(o) and not _age_explains(o)))
+    numbers = {**evidence.numbers, "oldest": float(ages.max())} if evidence else {}
+    return evidence and evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
 
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
@@ -122,30 +302,62 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
     if _as_small_as_rounding(o) or complete_at_once(o):
         return None
-    onset = _onset(o)
-    if onset is not None:
-        rest = growing(o, np.where(o.step > o.step.min(), o.step, np.nan), "")
-        onset = onset._replace(statistic=onset.statistic - max(rest.statistic if rest else 0.0, 0.0))
-    rewarded = with_advantage(o)
+    seen = pushes(o)
+    onset, rewarded = _onset(o), with_advantage(o)
     begun = max(onset.statistic, 0.0) if onset is not None and o.step.min() <= 1 else 0.0
-    numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded}
+    if seen.arrival == "part" and _falls_behind(o):
+        return None
+    if seen.arrival == "unknown" and not age:
+        still = _drifts_apart(o)
+        if still is not None and still.statistic > 0 and (still.statistic > _SURELY or _keeps_growing(o)):
+            return None
+    numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded, "oldest": age}
     sentence = (
         "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the advantage "
         "(rank correlation {rewarded}); "
     )
+    share = onset.share if onset is not None and begun else 1.0
+    if seen.arrival == "arrive" and begun:
+        numbers |= seen.numbers
+        return Evidence(1.0, share, numbers, sentence + _SCORES)
     if age > 0:
-        numbers["age"], sentence = age, sentence + "all samples are {age} optimizer steps old"
+        sentence += "all samples are {oldest} optimizer steps old"
     else:
         sentence += (
             "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`. A prefix cache that a "
             "push does not clear would look the same"
         )
-    share = onset.share if onset is not None and begun else 1.0
-    # without the first step, any fault looks the same if it depends on what the rewards depend on,
-    # such as the length
-    known = age > 0 or np.isnan(o.staleness).any()  # samples that are announced as fresh may have an old cache
-    most = 0.99 if begun and known else POSSIBLE
+    most = 0.99 if age > 0 and begun else POSSIBLE
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
+
+
+def recorded(o: DumpedTokens) -> Evidence | None:
+    """
+    Test whether completions come again in later steps, with the same log-probabilities, and are announced as if they were
+    new.
+    """
+    present = o.lengths > 0
+    again = o.used_before > (_iterations(o) - 1)
+    part = mean(again[present])
+    ages = np.nan_to_num(o.staleness[present])
+    announced = spearman(o.used_before[present].astype(float), ages) > _HALF
+    if not part or announced or _visits(o):
+        return None
+    first, later = (o.core & side[o.row] for side in (~again, again))
+    numbers = {"part": part, "first": rms(o.d[first]), "later": rms(o.d[later]), "most": float(o.used_before.max())}
+    sentence = (
+        "a share of {part} of the completions came in an earlier step, with the same tokens and values of the sampler, some "
+        "of them {most} times; |d| is {first} when a completion comes first and {later} when it comes again"
+    )
+    grows = numbers["later"] > _GROWTH**0.5 * numbers["first"]
+    share = bounded(1 - (numbers["first"] / max(rms(o.d[o.core]), 1e-12)) ** 2)
+    return Evidence(part, share if grows else 1.0, numbers, sentence, most=0.99 if grows else POSSIBLE)
+
+
+def _iterations(o: DumpedTokens) -> int:
+    """How often a run trains on a batch: TRL's `num_iterations`."""
+    number = o.fields.get("num_iterations")
+    return number if isinstance(number, int) else 1
 
 
 def complete_at_once(o: DumpedTokens) -> bool:
@@ -200,16 +412,6 @@ def _visits(o: DumpedTokens) -> bool:
     return bool((np.diff(course) < 0).any() or len(np.unique(course)) == len(course) > 1)
 
 
-def _by_step(o: DumpedTokens) -> Evidence | None:
-    sentence = (
-        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age"
-    )
-    freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
-    # the freshest samples only, so that age cannot be the cause
-    steps = np.where(np.isnan(freshest) | (o.staleness == freshest), o.step, np.nan)
-    return growing(o, steps, sentence)
-
-
 def _at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
     """
     Rank correlation of `x` and `y` within strata, pooled, in standard deviations under chance.
@@ -239,119 +441,6 @@ def _age_explains(o: DumpedTokens) -> bool:
     size = o.level_of_rows
     finite = np.isfinite(size) & np.isfinite(o.staleness)
     return _at_equal(o.step[finite], o.staleness[finite], size[finite]) > _CHANCE
-
-
-def _unless_faster_than_steps(o: DumpedTokens, evidence: Evidence | None) -> Evidence | None:
-    """
-    The evidence, or `None` if the gap grows faster than the number of steps, as in a collapse.
-    """
-    before = float(o.step.min() - 1)
-    if evidence is None or before == 0:
-        return evidence
-    growth = evidence.numbers["high"] / max(evidence.numbers["low"], FLOOR / 4)
-    return evidence if growth**2 < _GROWTH * ((o.step.max() - 1) / before) ** 2 else None
-
-
-def never_pushed(o: DumpedTokens) -> Evidence | None:
-    if _serves_adapters(o) or not _may_stand_still(o) or pushes_arrive(o):
-        return None
-    evidence = _unless_faster_than_steps(o, _by_step(o))
-    if evidence is None:
-        return None
-    # a partly added adapter would grow in the same way, and updates that the sampler rounds away
-    # add up
-    known = o.about.get("adapter") == "none" and not (o.quantised or o.coarser)
-    return _if_the_trainer_moves(o, evidence if known else evidence._replace(most=POSSIBLE))
-
-
-def adapter_missing(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether the gap grows with the step whatever the age, in a run whose sampler should load
-    adapters by itself.
-    """
-    if not _serves_adapters(o) or not _may_stand_still(o) or not _step_explains(o):
-        return None
-    sentence = (
-        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), also among samples of one "
-        "age, while the sampler's own log-probabilities stay as they are"
-    )
-    evidence = _unless_faster_than_steps(o, growing(o, o.step.astype(float), sentence))
-    return evidence and _if_the_trainer_moves(o, evidence)
-
-
-def _if_the_trainer_moves(o: DumpedTokens, evidence: Evidence) -> Evidence:
-    """
-    Doubt a gap that grows, unless it shows the marks of a trainer that learns while the sampler
-    stands still: it repeats at the same token, it correlates with the advantage, and it is in all
-    completions of the latest steps.
-    """
-    numbers = {"alike": by_token(o), "rewarded": with_advantage(o), "least": _least_in_the_end(o)}
-    sentence = (
-        "; the same token has a similar log-ratio wherever it occurs (correlation {alike}), the gap correlates with the "
-        "advantage (rank correlation {rewarded}), and completions of the last steps show at least {least} of the usual gap"
-    )
-    sure = _moves_alone(o)
-    if not sure:
-        sentence += ". Noise that grows, or an adapter that counts twice, would look the same"
-    most = evidence.most if sure else POSSIBLE
-    numbers, sentence = {**evidence.numbers, **numbers}, evidence.sentence + sentence
-    return evidence._replace(numbers=numbers, sentence=sentence, most=most)
-
-
-def _moves_alone(o: DumpedTokens) -> bool:
-    """True if the gap shows the marks of a trainer that learns while the sampler stands still."""
-    return by_token(o) > _ALIKE and with_advantage(o) > 0 and _least_in_the_end(o) > _EVERYWHERE
-
-
-def _least_in_the_end(o: DumpedTokens) -> float:
-    """
-    Size of the log-ratio in the latest completions that show least of it, a twentieth of them, over
-    the median of all latest completions, relative to equally likely tokens.
-    """
-    size = o.level_of_rows
-    late = size[np.isfinite(size) & (o.step >= np.median(o.step))]
-    return float(np.quantile(late, 0.05) / max(float(np.median(late)), 1e-12)) if late.size else 0.0
-
-
-def _serves_adapters(o: DumpedTokens) -> bool:
-    return o.about.get("pushed") == "adapter"
-
-
-def _may_stand_still(o: DumpedTokens) -> bool:
-    """
-    True if the gap exceeds rounding and the trainer moves while the sampler may not. The start
-    proves it best.
-    """
-    beyond = _MOVED if o.step.min() <= 1 else _CHANCE
-    return not (_as_small_as_rounding(o) or stands_still(o) or _sampler_moves(o, beyond))
-
-
-def stands_still(o: DumpedTokens) -> bool:
-    """
-    True if the learning rates in the log are too small for any change of the trainer's weights.
-    """
-    return o.movement <= _STILL  # False for NaN
-
-
-def standing_still(o: DumpedTokens) -> Evidence | None:
-    if not stands_still(o):
-        return None
-    sentence = (
-        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning rates of "
-        "these steps add up to {movement}, so that the trainer's weights stand still"
-    )
-    evidence = growing(o, o.step.astype(float), sentence)
-    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
-
-
-def _sampler_moves(o: DumpedTokens, beyond: float) -> bool:
-    """
-    True if the sampler's own log-probabilities rise or fall with the step by more than `beyond`
-    standard deviations under chance, which means that it gets weights.
-    """
-    own = o.of_rows(o.rollout)
-    finite = np.isfinite(own)
-    return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > beyond)
 
 
 def prefix_cache(o: DumpedTokens) -> Evidence | None:
@@ -410,7 +499,7 @@ def lora_merge(o: DumpedTokens) -> Evidence | None:
     """
     if not _as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
         return None
-    evidence = _by_step(o)
+    evidence = growing(o, o.step.astype(float), "")
     if evidence is None or evidence.numbers["low"] > 0.3 * evidence.numbers["high"]:
         return None
     sentence = "|d| is {low} in the first steps and {high} in the last, which is as small as rounding"

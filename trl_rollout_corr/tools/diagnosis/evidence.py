@@ -27,6 +27,7 @@ class Evidence(NamedTuple):
     sentence: str  # with the numbers in braces
     words: str = ""  # text of the completions, which ends the sentence
     most: float = 0.99  # largest certainty that it allows: `POSSIBLE` where unknown causes would look the same
+    rows: np.ndarray | None = None  # (B,), the sequences that show the gap, of a cause that is about a part of them
 
 
 def mean(values: np.ndarray) -> float:
@@ -74,9 +75,15 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
 def by_token(o: DumpedTokens) -> float:
     """
     Correlation of the log-ratios at two places with the same token: 0 for noise, more for different
-    weights.
+    weights. The same place of the same text is one place, however often the text comes.
     """
-    return alike(o.token[o.core], o.level[o.core])
+    here = o.core & o.once
+    return alike(o.token[here], o.level[here])
+
+
+def errors_from_1(ratios: np.ndarray) -> float:
+    """How far the mean of ratios of independent samples is above 1, in standard errors."""
+    return (mean(ratios) - 1) / max(float(ratios.std()) / max(len(ratios), 1) ** 0.5, 1e-12)
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:

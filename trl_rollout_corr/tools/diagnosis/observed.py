@@ -34,8 +34,8 @@ class DumpedTokens:
     the sum of the learning rates of the optimizer steps between the first sequence and the last.
     `quiet` says that the log of the run shows no alarm and only small gaps. `age` is the age of the
     run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl` and
-    `age_k3_kl` of each score after a push. There are `N` tokens and `B` sequences; unknown values
-    are NaN or `None`.
+    `age_k3_kl` of each score after a push. `entropy` is the trainer's by optimizer step, in nats per
+    token. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class DumpedTokens:
         quiet: bool = False,
         age: float | None = None,
         scored_again: Sequence[tuple[int, float, float]] = (),
+        entropy: Mapping[int, float] | None = None,
     ):
         self.settings, self.fields, self.about = settings, fields, about
         self.movement, self.quiet, self.age, self.scored_again = movement, quiet, age, scored_again
+        self.entropy = entropy or {}
         self._sequences, counted = sequences, sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
         # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
@@ -78,6 +80,16 @@ class DumpedTokens:
 
     def __len__(self) -> int:
         return len(self.d)
+
+    def within(self, rows: np.ndarray) -> "DumpedTokens":
+        """
+        Tokens of some of the sequences, `(B,)`, as if the others were not in the dump. What was measured on
+        all of them, the scores after pushes and the entropy, is left out.
+        """
+        part = self._sequences.only(rows)
+        return DumpedTokens(
+            part, self.settings, self.fields, self.about, self.movement, quiet=self.quiet, age=self.age
+        )
 
     @property
     def quantised(self) -> bool:
@@ -188,6 +200,38 @@ class DumpedTokens:
         return np.asarray(self._sequences.again_logps[self._sequences.counted], np.float64)
 
     @cached_property
+    def once(self) -> np.ndarray:
+        """
+        Boolean mask, `(N,)`, of the first token after each beginning: the same token after the same prompt and the same
+        tokens is no second sample, as in completions that are used again or that begin alike.
+        """
+        return _first_of_each(_beginnings(self._sequences)[self._sequences.counted])
+
+    @cached_property
+    def surprise(self) -> tuple[float, float, float] | None:
+        """
+        Mean of `-log p` of the trainer's tokens, its entropy in the same steps, and the standard error of their difference
+        over completions; `None` if the entropy is unknown, or for a single completion. With `rollout_support`, the
+        probabilities are of the tokens that the sampler kept, and the entropy of all.
+        """
+        if self.settings is not None and self.settings.rollout_support is not None:
+            return None
+        entropy = np.array([self.entropy.get(int(step), np.nan) for step in self.step])
+        rows = np.isfinite(entropy) & (self.lengths > 0)
+        if rows.sum() < 2:
+            return None
+        lengths, entropy = self.lengths[rows], entropy[rows]
+        surprise = -self.of_rows(self.train)[rows]
+        means = [float(np.average(x, weights=lengths)) for x in (surprise, entropy)]
+        apart = (surprise - entropy - means[0] + means[1]) * lengths / lengths.mean()
+        return means[0], means[1], float(apart.std(ddof=1)) / len(apart) ** 0.5
+
+    @cached_property
+    def used_before(self) -> np.ndarray:
+        """How often each completion came in earlier steps, `(B,)`, with the same log-probabilities of the sampler."""
+        return _used_before(self._sequences)
+
+    @cached_property
     def prompt(self) -> np.ndarray:
         """
         Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where unknown.
@@ -270,4 +314,42 @@ def _earlier(tokens: np.ndarray) -> np.ndarray:
     starts = np.maximum.accumulate(np.where(new, np.arange(len(tokens)), 0)) if len(tokens) else np.zeros(0, int)
     times = np.zeros(len(tokens), np.int64)
     times[order] = np.arange(len(tokens)) - starts
+    return times
+
+
+def _beginnings(sequences: Sequences) -> np.ndarray:
+    """For each token of the sequences, a number of its prompt, the tokens before it, and itself."""
+    factor = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(int(sequences.lengths.max(initial=0)) + 1, factor, np.uint64))
+        sums = np.cumsum((sequences.token_ids.astype(np.uint64) + np.uint64(1)) * powers[_places(sequences)])
+        before = np.concatenate([np.zeros(1, np.uint64), sums])[sequences.starts[:-1]]
+        prompts = np.array([hash(ids.tobytes()) % 2**63 for ids in sequences.prompts], np.uint64) * factor
+        numbers: np.ndarray = sums - (before - prompts)[sequences.row]
+    return numbers
+
+
+def _first_of_each(numbers: np.ndarray) -> np.ndarray:
+    """Boolean mask of the first of equal numbers."""
+    first = np.zeros(len(numbers), bool)
+    first[np.unique(numbers, return_index=True)[1]] = True
+    return first
+
+
+_SHORT = 4  # tokens of a completion up to which chance may repeat it
+
+
+def _used_before(sequences: Sequences) -> np.ndarray:
+    """In how many earlier steps each sequence came, `(B,)`: its prompt, its tokens, and its values of the sampler."""
+    steps: dict[bytes, list[int]] = {}
+    times = np.zeros(len(sequences.lengths), np.int64)
+    for row, prompt in enumerate(sequences.prompts):
+        here = sequences.slice(row)
+        if sequences.lengths[row] <= _SHORT:
+            continue
+        parts = (prompt, sequences.token_ids[here], sequences.rollout_logps[here])
+        seen = steps.setdefault(b"/".join(part.tobytes() for part in parts), [])
+        times[row] = sum(step < sequences.step[row] for step in seen)
+        if sequences.step[row] not in seen:
+            seen.append(int(sequences.step[row]))
     return times

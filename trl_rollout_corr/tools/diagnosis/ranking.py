@@ -20,6 +20,12 @@ _AS_WELL = 0.9  # another cause above this part of certainty times share explain
 _REST = 0.3  # unexplained share of d^2 above which the search looks for diffuse causes
 
 
+_ENOUGH = 200  # fewest tokens of a part that is looked at alone
+_THERE = "looked at alone, these completions show more: "
+# Causes that are about a part of the completions, which is looked at again
+OF_A_PART = {"by_advantage", "changed", "some_completions", "some_prompts"}
+
+
 class Stage(NamedTuple):
     """Causes to look for together."""
 
@@ -41,14 +47,20 @@ _OF_SOME = {*WITHOUT_RATIO, "first_token", "last_token", "seams"}  # causes that
 STAGES = (
     Stage(("nan_rows", "missing"), several=True, floor=False),
     Stage(("shift",), ends=True),
+    Stage(("offset",), ends=True),
     Stage(("not_sampled",), ends=True),
     Stage(("later_turns",), ends=True),
     Stage(("first_token", "last_token", "seams"), several=True, floor=False),
+    Stage(("by_advantage",), ends=True),
     Stage(("prefix_cache",), ends=True),
     Stage(("some_prompts",), ends=True),
     Stage(("some_completions",), ends=True),
     Stage(("padding", "dropout"), ends=True),
-    Stage(("stale", "own_updates", "never_pushed", "adapter_missing", "standing_still", "lora_merge")),
+    Stage(("changed",), ends=True),
+    Stage(("recorded",), ends=True),
+    Stage(
+        ("stale", "own_updates", "never_pushed", "adapter_missing", "pushed_in_part", "standing_still", "lora_merge")
+    ),
     Stage(("truncation", "penalty", "temperature")),
 )
 # For the share of d^2 that no cause above explains
@@ -57,6 +69,12 @@ DIFFUSE = (
     Stage(("kv_cache", "quantised", "weights"), ends=True),
     Stage(("head", "rounding"), fallback=("stale", "weights")),
 )
+# Asked last, and however small the gap is
+LAST = (Stage(("other_draws",), floor=False),)
+
+
+# k3_kl up to which a gap without a cause is called as small as rounding, which gave this much in our runs
+_ROUNDING = 0.002
 
 
 class Finding(NamedTuple):
@@ -75,7 +93,7 @@ class Finding(NamedTuple):
 class Diagnosis(NamedTuple):
     """The causes of the gap in a dump."""
 
-    verdict: str  # "found", "unknown" or "nothing"
+    verdict: str  # "found", "unknown", "small" or "nothing"
     findings: list[Finding]  # by share, normal ones last; empty unless the verdict is "found"
     size: float  # root mean square of the log-ratio, in nats
     k3: float  # `rollout_corr/k3_kl`
@@ -88,6 +106,7 @@ class Diagnosis(NamedTuple):
     quiet: bool = False  # the log of the run shows no alarm and only small gaps
     where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that cause the whole gap
     age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if unknown
+    surprise: tuple[float, float, float] | None = None  # mean of -log p, entropy, and error; `None` if unknown
 
     @property
     def expected(self) -> bool:
@@ -105,7 +124,7 @@ class Diagnosis(NamedTuple):
     def healthy(self) -> bool:
         """True if nothing needs to be done, because the gap is absent, normal or expected."""
         normal = self.verdict == "found" and self.size < LARGE and all(x.cause.normal for x in self.findings)
-        return self.verdict == "nothing" or normal or self.expected
+        return self.verdict in ("nothing", "small") or normal or self.expected
 
 
 def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
@@ -125,24 +144,64 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     if not ended and not {x.name for x in findings} - _OF_SOME and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
+    if all(finding.cause.normal for finding in findings) and o.size < LARGE:
+        findings += _look(o, LAST, without)[0]
     # tokens without a log-ratio come first, and normal causes last, however large
     findings.sort(key=lambda x: (x.name not in WITHOUT_RATIO, x.cause.normal, -x.share * x.certainty))
     faults = [finding for finding in findings if not finding.cause.normal]
     normal = [finding for finding in findings if finding.cause.normal]
+    faults = [x for finding in faults for x in (finding, *_within(o, finding, without))]
     findings = faults + _effects(o) + normal  # a fault also causes the effects of a large gap
-    verdict = "found" if findings else "unknown" if _matters(o) else "nothing"
+    verdict = "found" if findings else _without_cause(o)
     floor = None if o.coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
     n = int((o.lengths > 0).sum())
     parts = () if verdict == "nothing" else tuple(where(o))
     return Diagnosis(
-        verdict, findings, o.size, o.k3, multiple, len(o), n, o.settings, o.fields, o.coarser, o.quiet, parts, o.age
+        verdict,
+        findings,
+        o.size,
+        o.k3,
+        multiple,
+        len(o),
+        n,
+        o.settings,
+        o.fields,
+        o.coarser,
+        o.quiet,
+        parts,
+        o.age,
+        o.surprise,
     )
 
 
 def _matters(o: DumpedTokens) -> bool:
     inside = o.d[o.core]
     return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
+
+
+def _without_cause(o: DumpedTokens) -> str:
+    """The verdict on a gap without a known cause: it need not have one if it is as small as rounding."""
+    if not _matters(o):
+        return "nothing"
+    return "small" if o.k3 <= _ROUNDING and o.size < LARGE else "unknown"
+
+
+def _within(o: DumpedTokens, finding: Finding, without: Collection[str]) -> list[Finding]:
+    """The cause within the part of the sequences that a finding is about, if they are enough to look at alone."""
+    rows = finding.evidence.rows
+    if rows is None or o.lengths[rows].sum() < _ENOUGH:
+        return []
+    part = o.within(rows)
+    found, ended = _look(part, STAGES, {*without, *OF_A_PART})
+    found = found if found or ended else _look(part, DIFFUSE, without)[0]
+    faults = sorted((x for x in found if not x.cause.normal), key=lambda x: -x.share * x.certainty)
+    return [
+        x._replace(
+            share=x.share * finding.share, evidence=x.evidence._replace(sentence=f"{_THERE}{x.evidence.sentence}")
+        )
+        for x in faults[:1]
+    ]
 
 
 def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:

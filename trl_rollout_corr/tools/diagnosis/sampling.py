@@ -7,11 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .evidence import POSSIBLE, Evidence, bounded, in_bins, mean, pearson
+from .evidence import POSSIBLE, Evidence, bounded, errors_from_1, in_bins, mean, pearson
 from .observed import DumpedTokens, mean_of_equal
 
 
+_COLDER = (
+    0.9  # slope of the trainer's log-probability below which the sampler is colder, and truncation no explanation
+)
 _ERRORS = 5.0  # standard errors of a mean ratio, beyond which chance does not explain it
+_UNLIKELY = -1.0  # log-probability of tokens that a much colder sampler seldom takes
+_ENOUGH = 20  # of these tokens
+_LEAST = 0.02  # nats per token by which entropy and surprise may differ
 _BEFORE = 8  # number of latest tokens that represent the tokens that could have been sampled instead
 
 
@@ -25,35 +31,62 @@ def truncation(o: DumpedTokens) -> Evidence | None:
         return None
     ratio = np.exp(d.clip(-20, 3))
     bias = (1 - mean(ratio)) / mean(np.abs(d))
-    sure = (1 - mean(ratio)) / max(float(ratio.std()) / len(d) ** 0.5, 1e-12)
+    sure = -errors_from_1(ratio[o.once[o.core]])
     below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
-    numbers = {"below": below, "ratio": mean(ratio)}
+    numbers = {"below": below, "ratio": mean(ratio), "slope": slope(o)}
     sentence = (
         "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws from the "
-        "whole distribution)"
+        "whole distribution); the trainer's log-probability grows by {slope} nats for each nat of the sampler's"
     )
-    return Evidence(bias if sure > 6 and below > 0.55 else 0.0, bounded(2 * below - 1), numbers, sentence)
+    # a colder sampler finds unlikely tokens less likely than the trainer does; a truncated one finds all tokens more likely
+    truncated = sure > 6 and below > 0.55 and numbers["slope"] > _COLDER
+    return Evidence(bias if truncated else 0.0, bounded(2 * below - 1), numbers, sentence)
+
+
+def slope(o: DumpedTokens) -> float:
+    """By how many nats the trainer's log-probability grows with each nat of the sampler's; 1 if that does not vary."""
+    train, rollout = o.train[o.core], o.rollout[o.core]
+    return float(np.cov(train, rollout)[0, 1] / rollout.var()) if rollout.std() else 1.0
 
 
 def temperature(o: DumpedTokens) -> Evidence | None:
     """
-    Explain the log-ratio by the log-probability of the token, first the trainer's and then the
-    sampler's. Noise correlates with one of them only.
+    Explain how the log-ratio varies by the log-probability of the token, first the trainer's and then the
+    sampler's. Noise correlates with one of them only, and a constant varies with none.
     """
     here = o.core
     d, sides = o.d[here], (o.train[here], o.rollout[here])
     if len(d) < 100 or not all(x.std() for x in sides):
         return None
+    varies = d - d.mean()
     total = max(float(np.square(d).sum()), 1e-300)
-    explained = min(float(np.square(in_bins(x, d)).sum()) / total for x in sides)
-    slope = float(np.cov(*sides)[0, 1] / sides[1].var())
-    numbers = {"share": explained, "slope": slope, "ratio": mean(np.exp(d.clip(-20, 5)))}
+    explained = min(float(np.square(in_bins(x, varies)).sum()) for x in sides) / total
+    unlikely = d[sides[1] < _UNLIKELY]
+    numbers = {
+        "share": explained,
+        "slope": slope(o),
+        "ratio": mean(np.exp(d.clip(-20, 5))),
+        "unlikely": mean(unlikely),
+    }
     sentence = (
-        "the log-probability of a token explains a share of {share} of d^2; the trainer's grows by {slope} nats for each nat "
-        "of the sampler's; the mean of exp(d) is {ratio} (1 with another temperature, more if the log-probabilities are from "
-        "before the temperature)"
+        "d varies with the log-probability of a token, which explains a share of {share} of d^2; the trainer's grows by "
+        "{slope} nats for each nat of the sampler's; the mean of exp(d) is {ratio} (1 with another temperature, more if the "
+        "log-probabilities are from before the temperature); the mean of d is {unlikely} at tokens that the sampler "
+        "finds unlikely"
     )
-    return Evidence(explained, bounded(explained), numbers, sentence)
+    return Evidence(max(explained, _much_colder(o, unlikely, numbers["slope"])), bounded(explained), numbers, sentence)
+
+
+def _much_colder(o: DumpedTokens, unlikely: np.ndarray, slope: float) -> float:
+    """
+    Share of `d^2` below 0, less the share above, if a sampler that is much colder explains it: it is sure where the
+    trainer is not, and finds the tokens that it seldom takes less likely than the trainer does. Their tails are too rare
+    for a mean ratio of 1.
+    """
+    d = o.d[o.core]
+    less_likely = len(unlikely) >= _ENOUGH and mean(unlikely) > _ERRORS * float(unlikely.std()) / len(unlikely) ** 0.5
+    below = float(np.square(d[d < 0]).sum() / max(np.square(d).sum(), 1e-300))
+    return bounded(2 * below - 1) if less_likely and slope < _COLDER else 0.0
 
 
 def penalty(o: DumpedTokens) -> Evidence | None:
@@ -74,7 +107,8 @@ def penalty(o: DumpedTokens) -> Evidence | None:
         "the difference in log-odds correlates with the number of earlier occurrences ({correlation})"
     )
     # tokens that were sampled with the penalised probabilities have a mean ratio of 1
-    most = POSSIBLE if _beyond_chance(np.exp(o.d.clip(-20, 5))) else 0.99
+    ratio = np.exp(o.d.clip(-20, 5))
+    most = POSSIBLE if abs(errors_from_1(ratio[o.once])) > _ERRORS else 0.99
     return Evidence(correlation, bounded(explained), numbers, sentence, most=most)
 
 
@@ -116,12 +150,6 @@ def _explained_by(kind: np.ndarray, d: np.ndarray, middle: np.ndarray) -> float:
     return 1 - float(np.square(rest).sum()) / max(float(np.square(d).sum()), 1e-300)
 
 
-def _beyond_chance(ratios: np.ndarray) -> bool:
-    """True if the mean of ratios differs from 1, the mean of samples of any sampler, by more than chance."""
-    error = float(ratios.std()) / max(len(ratios), 1) ** 0.5
-    return bool(abs(mean(ratios) - 1) > _ERRORS * error)
-
-
 def _log_odds(logps: np.ndarray) -> np.ndarray:
     """`log(p / (1 - p))`, with `p` clipped to the precision of float32."""
     p = np.exp(logps).clip(1e-6, 1 - 1e-4)
@@ -134,3 +162,22 @@ def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
     starts = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, at, 0))
     first, sums = np.maximum(at - n, starts), np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray((sums[at] - sums[first]) / np.maximum(at - first, 1))
+
+
+def other_draws(o: DumpedTokens) -> Evidence | None:
+    """
+    Compare the mean of `-log p` of the tokens with the trainer's entropy in the log of the run. The first is an estimate
+    of the second if the tokens were drawn with these probabilities, and a gap of 0 does not show whether they were.
+    """
+    surprise = o.surprise
+    if surprise is None:
+        return None
+    mean_surprise, entropy, error = surprise
+    apart = abs(mean_surprise - entropy)
+    numbers = {"surprise": mean_surprise, "entropy": entropy, "times": mean_surprise / max(entropy, 1e-12)}
+    sentence = (
+        "the mean of -log p of the tokens is {surprise} nats, and the trainer's entropy in the log {entropy}: the first is "
+        "{times} times the second, and they are equal if tokens are drawn with the probabilities that are reported"
+    )
+    beyond = apart > _ERRORS * error and apart > _LEAST
+    return Evidence(apart / max(entropy, _LEAST) if beyond else 0.0, 1.0, numbers, sentence)

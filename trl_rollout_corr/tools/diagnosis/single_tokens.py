@@ -5,8 +5,8 @@ values that are not log-probabilities of the sampled tokens.
 
 import numpy as np
 
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, mean, rms, spearman, typical
-from .observed import DumpedTokens
+from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms, spearman, typical
+from .observed import BINS, DumpedTokens, mean_of_equal
 from .parts import Split, begun, completions, growth
 
 
@@ -21,6 +21,7 @@ _ENOUGH = 8
 # size, is `_FAR` times the median. The other numbers are the cap, the largest share of such
 # completions, and their smallest share of the sum of squares
 _FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
+_FLAT = 0.3  # a log-ratio is the same at likely and unlikely tokens if its means differ by at most this share of it
 _SURE = -1e-6  # log-probability that is 0 up to the precision of float32
 _IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution too small for any truncation
 _FEW = 0.02  # smallest share of inside tokens as unlikely as the tokens at a place that allows a comparison
@@ -85,9 +86,9 @@ def seams(o: DumpedTokens) -> Evidence | None:
 
 def some_prompts(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether a minority of the completions deviates strongly, and always for the same prompts.
-    If samples differ in age, only samples of different steps are compared, because the completions
-    of a prompt in one step share their age.
+    Test whether a minority of the completions deviates strongly, and always for the same prompts,
+    more than completions of other prompts in the same step. If samples differ in age, only samples of
+    different steps are compared, because the completions of a prompt in one step share their age.
     """
     # large values are capped, so that a few tokens, for example with other experts, cannot decide
     # about a completion
@@ -98,9 +99,9 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
     off = known & (level > _FAR * np.median(level[known]))
     part, prompts = mean(off[known]), np.unique(o.prompt[off])
     cells, where = np.unique(np.stack([o.prompt, o.step])[:, known], axis=1, return_inverse=True)
-    keys, values = o.prompt[known], off[known].astype(float)
+    keys, values = o.prompt[known], off[known] - mean_of_equal(o.step[known], off[known], np.ones(int(known.sum())))
     if len(np.unique(o.staleness[known])) > 1:
-        keys, values = cells[0], np.bincount(where.ravel(), off[known]) / np.bincount(where.ravel())
+        keys, values = cells[0], np.bincount(where.ravel(), values) / np.bincount(where.ravel())
     same = alike(keys, values - values.mean()) if part < _MINORITY else 0.0
     here = off[o.row]
     share = bounded(float(np.square(o.d[here]).sum()) / max(o.total, 1e-300))
@@ -113,7 +114,7 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
         "{prompts} of the {of} prompts, and completions of one prompt are alike (correlation {same})"
     )
     words = o.prompt_words(int(np.flatnonzero(off)[0])) if off.any() else ""
-    return Evidence(same if share > _MOST else 0.0, share, numbers, sentence, words)
+    return Evidence(same if share > _MOST else 0.0, share, numbers, sentence, words, rows=off)
 
 
 def nan_rows(o: DumpedTokens) -> Evidence | None:
@@ -191,11 +192,39 @@ def misfit(o: DumpedTokens, lag: int) -> float | None:
     return mean(np.square(o.train[i] - o.rollout[i + lag])) if len(i) > 20 else None
 
 
+def offset(o: DumpedTokens) -> Evidence | None:
+    """
+    Test whether the log-ratio is the same number at every token, likely or not. No two policies differ like
+    this, because the probabilities of both add up to 1.
+    """
+    d = o.d[o.core]
+    amount = mean(d)
+    if len(d) < _ENOUGH_TOKENS or abs(amount) < FLOOR:
+        return None
+    constant = amount**2 / mean(np.square(d))
+    means = mean_of_equal(np.searchsorted(_edges(o.middle[o.core]), o.middle[o.core]), d, np.ones(len(d)))
+    apart = float(np.quantile(np.abs(means - amount), _MANY)) / abs(amount)
+    impossible = mean(o.rollout > -_SURE)
+    numbers = {"amount": amount, "constant": constant, "apart": float((d - amount).std()), "above": impossible}
+    sentence = (
+        "d is {amount} at every token, likely or not: that number alone explains a share of {constant} of d^2, and the rest "
+        "is {apart}; a share of {above} of the sampler's values is above 0"
+    )
+    # truncation of a policy that is nowhere sure takes the same from every token, and leaves no value above 0
+    proven = amount > 0 or impossible > 0
+    return Evidence(constant if apart < _FLAT and proven else 0.0, constant, numbers, sentence)
+
+
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Edges between bins with equal numbers of values."""
+    return np.quantile(values, np.linspace(0, 1, min(BINS, max(len(values) // 20, 1)) + 1)[1:-1])
+
+
 def not_sampled(o: DumpedTokens) -> Evidence | None:
     """
     Test for fillers, for values as high as the likeliest tokens', and for a mean of `exp(d)` above
     1, which is impossible for tokens sampled with the sampler's probabilities, whatever the trainer
-    computes.
+    computes, unless it has trained on these tokens before.
     """
     d, train, rollout = o.d[o.core], o.train[o.core], o.rollout[o.core]
     zeros, forced = rollout > _SURE, _forced(o)
@@ -204,7 +233,7 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
     equal = _equal(o)[o.core]
     total, ratio = max(float(np.square(d).sum()), 1e-300), np.exp(d.clip(-20, 5))
     large, alike = np.abs(d) > 0.3, spearman(train, rollout)
-    beyond = (mean(ratio) - 1) / max(float(ratio.std()) / max(len(d), 1) ** 0.5, 1e-12)
+    beyond = errors_from_1(ratio[o.once[o.core] & (o.used_before[o.row[o.core]] == 0)])
     fillers, deep = (float(np.square(d[x]).sum()) / total for x in (zeros | equal, d < _IMPLAUSIBLE))
     numbers = {"fillers": fillers, "zeros": mean(zeros), "deep": deep, "ratio": mean(ratio), "alike": alike}
     numbers["completions"] = float(len(np.unique(o.row[o.core][zeros | equal])))
@@ -245,16 +274,18 @@ def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
 def _equal(o: DumpedTokens) -> np.ndarray:
     """
     Boolean mask of the tokens whose sampler value repeats in a completion or in the dump, or equals
-    the value of the token before, while the trainer's values differ as much as at any tokens.
+    the value of the token before, while the trainer's values differ as much as at any tokens. A value that
+    comes again with its text is no repetition.
     """
     spread = max(_DIFFERENT, _DIFFERENT * float(o.train.std()))
     surely = o.rollout < _SURE
     equal = np.zeros(len(o), bool)
     _, values = np.unique(o.rollout, return_inverse=True)
     for keys in (values * (int(o.row.max(initial=0)) + 1) + o.row, values):
-        _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        means = np.bincount(group, o.train) / counts
-        variance = np.bincount(group, np.square(o.train - means[group])) / counts
+        _, group = np.unique(keys, return_inverse=True)
+        counts = np.bincount(group, o.once)
+        means = np.bincount(group, o.train * o.once) / np.maximum(counts, 1)
+        variance = np.bincount(group, np.square(o.train - means[group]) * o.once) / np.maximum(counts, 1)
         equal |= surely & ((counts >= _EQUAL) & (variance > spread**2))[group]
     before = np.flatnonzero((np.diff(o.row) == 0) & (np.diff(o.position) == 1) & (np.diff(o.rollout) == 0)) + 1
     before = before[surely[before] & (np.abs(o.train[before] - o.train[before - 1]) > spread)]
@@ -329,7 +360,36 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
         sentence += "; it grows with the step there (rank correlation {grows}), as in a replica that gets no weights"
     # a gap that begins inside a completion depends on its tokens
     most = 0.99 if numbers["begun"] > _BEGUN and numbers["elsewhere"] < LARGE else POSSIBLE
-    return Evidence(parts.apart, bounded(parts.share), numbers, sentence, most=most)
+    rows = np.isin(np.arange(len(o.lengths)), o.row[parts.tokens])
+    return Evidence(parts.apart, bounded(parts.share), numbers, sentence, most=most, rows=rows)
+
+
+def by_advantage(o: DumpedTokens) -> Evidence | None:
+    """
+    Test whether nearly all completions with one sign of the advantage show a gap that the others of the same step do not.
+    """
+    size, positive = o.level_of_rows, o.advantage > 0
+    known = np.isfinite(size) & np.isfinite(o.advantage) & (o.advantage != 0)
+    if min((known & positive).sum(), (known & ~positive).sum()) < _ENOUGH:
+        return None
+    relative = size / np.maximum(mean_of_equal(o.step, np.where(known, size, 0.0), known.astype(float)), 1e-12)
+    sides = {"positive": relative[known & positive], "negative": relative[known & ~positive]}
+    off = max(sides, key=lambda side: float(np.median(sides[side])))
+    others = sides["negative" if off == "positive" else "positive"]
+    ratio = float(np.median(sides[off])) / max(float(np.median(others)), 1e-12)
+    lowest = float(np.quantile(sides[off], 1 - _MANY)) / max(float(np.quantile(others, _MANY)), 1e-12)
+    rows = known & (positive if off == "positive" else ~positive)
+    share = bounded(float(np.square(o.d[rows[o.row]]).sum()) / max(o.total, 1e-300))
+    numbers = {
+        "off": rms(o.d[o.core & rows[o.row]]),
+        "others": rms(o.d[o.core & (known & ~rows)[o.row]]),
+        "ratio": ratio,
+    }
+    sentence = (
+        f"|d| is {{off}} in completions with a {off} advantage, and {{others}} in the others: {{ratio}} times as large at "
+        "equally likely tokens of the same steps"
+    )
+    return Evidence(ratio if lowest > 1 else 0.0, share, numbers, sentence, rows=rows)
 
 
 def _of_turns_or_padding(o: DumpedTokens, parts: Split) -> bool:

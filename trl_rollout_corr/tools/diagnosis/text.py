@@ -25,10 +25,16 @@ from .evidence import FLOOR, LARGE
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
 
 
+FEW = 1000  # tokens below which a gap without a cause says little
+
+
 def headline(diagnosis: Diagnosis) -> str:
     """The answer in one line."""
     if diagnosis.verdict == "nothing":
         return "Nothing to correct"
+    if diagnosis.verdict == "small":
+        few = " on too few tokens to say more" if diagnosis.n_tokens < FEW else ", and matches no known cause"
+        return f"Healthy: the gap is as small as rounding{few}"
     if diagnosis.verdict == "unknown":
         return "Unknown: there is a gap that matches no known cause"
     first = diagnosis.findings[0]
@@ -58,11 +64,27 @@ def detail(diagnosis: Diagnosis) -> str:
             f"Below {FLOOR:g} nats, token weights change nothing. Weights of whole completions add up d over all tokens, and "
             "may still change the step: look at `effective_lr`."
         )
+    if diagnosis.healthy:
+        parts.append(_unseen(diagnosis))
     if diagnosis.verdict == "unknown":
         diagnoses = diagnosis.settings is not None and diagnosis.settings.rollout_diagnose
         more = "" if diagnoses else ", and set `rollout_diagnose: true` for more evidence"
         parts.append(f"See `trl-rollout-corr docs run#diagnose` for tests that need a model{more}.")
     return " ".join(parts)
+
+
+def _unseen(diagnosis: Diagnosis) -> str:
+    """A sentence on what a small gap does not prove, and on what was looked at beside it."""
+    if diagnosis.surprise is None:
+        return (
+            "A small gap does not prove that the tokens were drawn from these values: the log of this dump lacks the "
+            "trainer's entropy, with which the mean of -log p could be compared."
+        )
+    of_tokens, entropy, _ = diagnosis.surprise
+    return (
+        f"The mean of -log p of the tokens is {number(of_tokens)} nats, beside an entropy of {number(entropy)}, as for tokens "
+        "that were drawn from these values."
+    )
 
 
 def evidence(finding: Finding) -> str:

@@ -1,6 +1,7 @@
 """Sequences of a dump as arrays of numpy and as padded tensors."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,14 @@ class Sequences:
         without text.
         """
         return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).drop_columns(_TEXT))
+
+    def only(self, rows: np.ndarray) -> "Sequences":
+        """The same sequences, of which only `rows` represent the batch: a boolean mask, `(B,)`."""
+        part = copy(self)
+        for derived in ("represents", "counted"):
+            part.__dict__.pop(derived, None)
+        part.sampled = self.represents & rows
+        return part
 
     def __len__(self) -> int:
         return len(self.step)
