@@ -927,6 +927,44 @@ def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
         trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(**MACHINE, **fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rollout_correction": "trl", "max_completion_length": 1024}, "keeps 59 % to 32 % of its loss on average"),
+        ({TRL + "clip_max": 4.0, "max_completion_length": 16384}, r"keeps 1\.1 % to less than 0\.1 % of its loss"),
+        ({TRL + "clip_max": None, "max_completion_length": 8192}, "100 of this length tell no more than one"),
+        ({"rollout_correction": "decoupled_seq_is", "max_completion_length": 4096}, "Set `rollout_is` to token"),
+        (
+            {"rollout_correction": "decoupled_seq_is_rs", "max_completion_length": 8192},
+            "`seq_sum_k1` rejects 97 to 100 %",
+        ),
+        (
+            {TRL + "correction": False, TRL + "mode": "token_mask", "max_completion_length": 8192},
+            "`vllm_importance_sampling_correction` is False, so that nothing corrects the loss. Remove it",
+        ),
+        ({"max_completion_length": 16384}, None),
+        ({"rollout_correction": "trl", "max_completion_length": 256}, None),
+        ({TRL + "mode": "token_truncate", "max_completion_length": 16384}, None),
+        ({TRL + "correction": False, "max_completion_length": 16384}, None),
+        ({"rollout_correction": "decoupled_token_is", "max_completion_length": 16384}, None),
+        ({"rollout_correction": "disabled", "max_completion_length": 16384}, None),
+        ({"rollout_is": "sequence", "rollout_metrics_only": True, "max_completion_length": 16384}, None),
+    ],
+)
+def test_the_configuration_says_before_the_run_what_it_does_to_the_loss(fields, named):
+    """The calculation of `docs/trl.md`. It speaks only of weights and bounds that act."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        grpo(use_vllm=True, **fields)
+    told = [str(one.message) for one in caught if isinstance(one.message, SettingWarning)]
+    assert [re.search(named, message) is not None for message in told[:1]] == [True] if named else told == []
+    if HAS_ASYNCHRONOUS and fields.get("rollout_correction") == "trl":  # neither has weights
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SettingWarning)
+            trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(**MACHINE, **fields)
+            RolloutCorrectedRLOOConfig(**MACHINE, use_vllm=True, **fields)
+
+
 # What works together --------------------------------------------------------------------------------------------------
 
 REINFORCE = [name for name in VERL_PRESETS if name.startswith("bypass_pg")]
