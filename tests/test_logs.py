@@ -168,6 +168,7 @@ def test_numbers_that_are_none_are_read_in_the_words_of_trackers(tmp_path, capsy
         ("a.json", json.dumps([{f"train/{RATIO}": 0.5}]), "does not tell the optimizer step: it needs a column"),
         ("a.jsonl", "x\ny\n", "damaged or not JSON"),
         ("a.csv", "no table\n", "is no table: its first line must name a column"),
+        ("a.csv", "Name,State,Created,train/loss\nr,finished,x,1\n", "is W&B's table of runs"),
         ("a.csv", "a,b\n1,2\n", "and none of TRL's `sampling/*`"),
         ("a.wandb", "x", "is no run of W&B"),
         ("a.db", "x" * 2000, "it is no database of Trackio"),

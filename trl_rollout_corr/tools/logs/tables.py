@@ -14,6 +14,7 @@ Rows = list[dict[str, Any]]  # rows of a history
 Runs = dict[str, Rows]  # histories by name of the run, in order; a name may be empty
 _RUN = ("run_id", "run_name")  # columns of an export with several runs
 _RANGE = ("__MIN", "__MAX")  # columns of a chart of W&B beside each metric
+_OF_RUNS = {"Name", "State", "Created"}  # columns of W&B's table of runs
 _LONGEST_CELL = 100_000_000  # characters
 
 
@@ -101,6 +102,11 @@ def from_csv(path: Path) -> Runs:
         if len(names) < 2:
             raise ValueError(
                 f"{path.name} is no table: its first line must name a column for the step, and one for each metric"
+            )
+        if _OF_RUNS <= {*names}:
+            raise ValueError(
+                f"{path.name} is W&B's table of runs, which has the last value of each metric. Export the history of one run: "
+                "`run.history(samples=10000).to_csv(...)`, or a chart as CSV"
             )
         rows = [
             {name: _cell(text) for name, text in row.items() if name and isinstance(text, str) and text}
