@@ -103,7 +103,7 @@ def from_csv(path: Path) -> Runs:
             raise ValueError(
                 f"{path.name} is no table: its first line must name a column for the step, and one for each metric"
             )
-        if _OF_RUNS <= {*names}:
+        if {*names} >= _OF_RUNS:
             raise ValueError(
                 f"{path.name} is W&B's table of runs, which has the last value of each metric. Export the history of one run: "
                 "`run.history(samples=10000).to_csv(...)`, or a chart as CSV"
