@@ -359,7 +359,7 @@ def test_a_model_with_a_short_context_can_be_probed(short_model, tmp_path):
     from trl_rollout_corr.tools.probe.process import build, of_sampler
 
     fields = {"prompts": prompts_of(tmp_path, "#+#\n"), "completions": 4}
-    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.3"]
+    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--rollout_engine_kwargs", '{"dtype": "float32"}']
     probe = build(request(short_model, tmp_path, *options, **fields))
     assert probe.trainer.args.vllm_max_model_length == 64
     batches = probe.sample()
