@@ -40,6 +40,7 @@ _GAPS = (0.0008, 0.002)
 # Worth a warning: a mean weight or an effective sample size below, or a share of rejected completions above. They are
 # calculated for the longest completion, and most are shorter, so that these limits are wider than the healthy ones
 _SMALL_WEIGHT, _FEW, _MANY_REJECTED = 0.75, 0.4, 0.32
+_TRIAL = 128  # tokens; bounds of whole completions are not warned about below, where runs are trials
 _MOST = 500.0  # variance from which the numbers no longer change
 
 
@@ -170,7 +171,7 @@ def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
         yield Effect("max_completion_length", _begin(length) + _about_weights(settings, lost))
     for criterion in settings.criteria:
         rejected = [1 - kept_share(criterion, gap, length) for gap in _GAPS]
-        if criterion.scope in _PASSES and min(rejected) > _MANY_REJECTED:
+        if length >= _TRIAL and criterion.scope in _PASSES and min(rejected) > _MANY_REJECTED:
             yield Effect("max_completion_length", _begin(length) + _about_rejection(criterion.name, rejected))
 
 
