@@ -77,8 +77,8 @@ def _unseen(diagnosis: Diagnosis) -> str:
     """A sentence on what a small gap does not prove, and on what was looked at beside it."""
     if diagnosis.surprise is None:
         return (
-            "A small gap does not prove that the tokens were drawn from these values: the log of this dump lacks the "
-            "trainer's entropy, with which the mean of -log p could be compared."
+            "A small gap does not prove that the tokens were drawn from these values: the trainer's entropy, with which the "
+            "mean of -log p could be compared, is not known here."
         )
     of_tokens, entropy, _ = diagnosis.surprise
     return (
@@ -266,7 +266,8 @@ def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
             f"   Evidence: {evidence(finding)}.",
         ]
         if remedies:
-            lines += [f"   What to do: {remedy}", *(f"     {line}" for line in yaml_lines(settings).splitlines())]
+            to_paste = {} if diagnosis.healthy else settings  # what is normal needs no setting
+            lines += [f"   What to do: {remedy}", *(f"     {line}" for line in yaml_lines(to_paste).splitlines())]
     return "\n".join(lines) + "\n"
 
 
