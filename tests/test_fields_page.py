@@ -29,7 +29,7 @@ OTHERS = {
     "rollout_rs_threshold": ([0.5, [0.1]], [-1.0]),
     "rollout_clip_ratio_c": ([3.0, None], [1.0]),
     "rollout_engine_kwargs": ([{"dtype": "float16"}, None], ["float16"]),
-    "rollout_monitor_bounds": ([{"k3_high": 0.1}, {"k3_high": None}], [{"k4": 1.0}]),
+    "rollout_monitor_bounds": ([{"k3_high": 0.1}, {"k3_high": None}], [{"k3_high": "high"}]),
     "rollout_dump_dir": (["a/folder", None], [3, ""]),
     "rollout_dump_max_gb": ([0.5], [0.0, 10**400]),
 }

@@ -18,8 +18,18 @@ ROOT = Path(__file__).parents[1]
 # The core decides the loss and its metrics. A module imports modules above it
 CORE = {
     "": ["messages", "door"],
-    # so far without torch
-    "settings": ["criteria", "presets", "thresholds", "of_trl", "fields", "resolve", "effects", "config"],
+    "settings": [
+        "criteria",
+        "presets",
+        "thresholds",
+        "of_trl",
+        "names",
+        "fields",
+        "resolve",
+        "effects",
+        "unlikely",
+        "config",
+    ],  # so far without torch
     "correction": [
         "functional",
         "sums",
@@ -57,12 +67,19 @@ CORE = {
 }
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
-    "tools": ["text", "recipes", "documents", "quantised_engine", "bounds", "engine_checks"],
-    "tools.translation": ["of_trl", "names", "verl", "skyrl", "counterparts", "setting_files"],
-    "tools.monitor": [
-        "advice",
+    "tools": [
+        "text",
+        "recipes",
+        "documents",
+        "quantised_engine",
+        "engine_checks",
         "bands",
-        "stock",
+        "logs",
+        "run_facts",
+        "decision",
+    ],
+    "tools.translation": ["of_trl", "verl", "skyrl", "counterparts", "setting_files"],
+    "tools.monitor": [
         "windows",
         "history",
         "texts",
@@ -120,7 +137,7 @@ TOOLS = {
         "push_checks",
     ],
     "tools.probe": ["parts", "process", "probe"],
-    "tools.analysis": ["run", "recompute", "spread", "recommend", "compare"],
+    "tools.analysis": ["run", "recompute", "spread", "compare"],
     "tools.report": [
         "token_tables",
         "examples",
@@ -164,6 +181,10 @@ WITHOUT_TORCH = [
     "tools.text",
     "tools.recipes",
     "tools.documents",
+    "tools.bands",
+    "tools.logs",
+    "tools.run_facts",
+    "tools.decision",
     *names({"tools.translation": TOOLS["tools.translation"]}),
     *(f"tools.monitor.{name}" for name in TOOLS["tools.monitor"] if name != "callback"),
     "__main__",
@@ -185,11 +206,20 @@ MAY_IMPORT_TRL = (
 WITHOUT_TRL = [name for name in ORDER if not name.startswith(MAY_IMPORT_TRL)]
 
 
+WITHOUT_TOOLS = [
+    "correction.compute",
+    "trainers.grpo",
+    "trainers.rloo",
+    *(["asynchronous.trainer"] if HAS_ASYNCHRONOUS else []),
+]
+
+
 # Each part begins with nothing of the package loaded, and what is heavy comes late: libraries stay once they are loaded
 IMPORTS = """
 import importlib, json, sys, warnings
 
-model, folder, without_torch, without_matplotlib, without_trl = sys.argv[1:3] + [json.loads(x) for x in sys.argv[3:]]
+model, folder = sys.argv[1:3]
+without_torch, without_matplotlib, without_trl, trainers = map(json.loads, sys.argv[3:])
 
 
 def ours() -> list[str]:
@@ -231,7 +261,7 @@ found = {
     "torch": first_to_load(["torch", "numpy", "pyarrow", "matplotlib"], without_torch),
     "matplotlib": first_to_load(["matplotlib"], without_matplotlib),
     "trl": first_to_load(["trl", "transformers", "accelerate"], without_trl),
-    "loaded": {module: loaded_by(module) for module in ("correction.compute", "trainers.grpo", "trainers.rloo")},
+    "loaded": {module: loaded_by(module) for module in trainers},
 }
 found["tools"] = {correction: tools_after_training(correction) for correction in ("auto", "default")}
 forget()
@@ -250,7 +280,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def imports(tiny_model_path, tmp_path_factory) -> dict:
     """What is loaded, found in one process without pytest: a process of its own for each part takes a minute."""
-    lists = [json.dumps(modules) for modules in (WITHOUT_TORCH, WITHOUT_MATPLOTLIB, WITHOUT_TRL)]
+    lists = [json.dumps(modules) for modules in (WITHOUT_TORCH, WITHOUT_MATPLOTLIB, WITHOUT_TRL, WITHOUT_TOOLS)]
     command = [sys.executable, "-c", IMPORTS, tiny_model_path, str(tmp_path_factory.mktemp("run"))]
     process = run(*command, *lists, TRL_EXPERIMENTAL_SILENCE="")
     assert process.returncode == 0, process.stderr[-3000:]
@@ -313,9 +343,9 @@ def test_arrows_point_up_only():
                 assert places[target] < places[name], f"{name} imports {found}"
 
 
-def test_the_core_imports_no_tool():
-    """The door names tools, in strings that it imports when a setting asks for them. Types are not imported at all."""
-    for name in names(CORE):
+def test_the_core_and_the_trainers_import_no_tool():
+    """The door imports tools, when a setting asks for them. A name in a string is a type or a link, and is not imported."""
+    for name in names(CORE, {room: OUTSIDE[room] for room in ("asynchronous", "axolotl")}):
         if name != "door":
             path = PACKAGE / (name.replace(".", "/") + ".py")
             tools = [found for found in imported(path) if found.startswith("tools")]
@@ -325,7 +355,7 @@ def test_the_core_imports_no_tool():
             )
 
 
-@pytest.mark.parametrize("module", ["trainers.grpo", "trainers.rloo", "correction.compute"])
+@pytest.mark.parametrize("module", WITHOUT_TOOLS)
 def test_what_decides_the_loss_loads_no_tool(imports, module):
     loaded = imports["loaded"][module]
     assert f"trl_rollout_corr.{module}" in loaded

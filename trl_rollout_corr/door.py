@@ -1,34 +1,97 @@
 """
-The door between the core, which decides the loss and its metrics, and the tools, which observe,
-explain and translate.
+The door between the core, which decides the loss and its metrics, and the tools, which observe, explain and translate.
 
-A tool is imported when a setting asks for it, and only here. No other module of the core names one.
+A tool is imported when a setting asks for it, and only here: one function for each. No other module of the core, and no
+trainer, names one.
 """
 
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 
-# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch.
-# Each is a `~trl_rollout_corr.trainers.watcher.Watcher`
-WATCHERS = {
-    "rollout_monitor": "tools.monitor.callback:RolloutCorrectionMonitor",
-    "rollout_diagnose": "tools.diagnosis.first_step:FirstStepDiagnosis",
-    "rollout_dump_dir": "tools.dump.writing:SequenceDump",
+if TYPE_CHECKING:
+    from .settings.resolve import Settings
+    from .tools.arrival.push_checks import PushChecks
+    from .trainers.replay import Replay
+    from .trainers.watcher import Watcher
+
+
+def _monitor() -> "type[Watcher]":
+    from .tools.monitor.callback import RolloutCorrectionMonitor
+
+    return RolloutCorrectionMonitor
+
+
+def _first_step() -> "type[Watcher]":
+    from .tools.diagnosis.first_step import FirstStepDiagnosis
+
+    return FirstStepDiagnosis
+
+
+def _dump() -> "type[Watcher]":
+    from .tools.dump.writing import SequenceDump
+
+    return SequenceDump
+
+
+# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch
+WATCHERS: "Mapping[str, Callable[[], type[Watcher]]]" = {
+    "rollout_monitor": _monitor,
+    "rollout_diagnose": _first_step,
+    "rollout_dump_dir": _dump,
 }
-OTHERS = {
-    "checks of the sampler": "tools.engine_checks:check_sampler",
-    "names that are no fields": "tools.translation.names:instead_of",
-    "bounds of the monitor": "tools.monitor.examine:parse_bounds",
-    "checks of pushes": "tools.arrival.push_checks:PushChecks",
-    "pushes of adapters": "tools.arrival.adapters:leaving_base_alone",
-    "quantised engine": "tools.quantised_engine:build_quantised",
-    "unlikely bounds": "tools.bounds:warn_about_bounds",
-    "replays": "tools.replay.choices:replays_of",
-}
 
 
-def tool(name: str) -> Any:
-    """The tool with this name, imported now."""
-    module, attribute = {**WATCHERS, **OTHERS}[name].split(":")
-    return getattr(import_module(f"trl_rollout_corr.{module}"), attribute)
+def tool(field: str) -> "type[Watcher]":
+    """The watcher that a field asks for."""
+    return WATCHERS[field]()
+
+
+def check_monitor_bounds(bounds: "Mapping[str, float | None]") -> None:
+    """Refuse names in `rollout_monitor_bounds` that are no bounds of the monitor."""
+    from .tools.monitor.examine import parse_bounds
+
+    parse_bounds(bounds)
+
+
+def check_sampler(config: Any, settings: "Settings", kwargs: Mapping[str, Any], *, truncates: bool) -> None:
+    """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
+    from .tools import engine_checks
+
+    engine_checks.check_sampler(config, settings, kwargs, truncates=truncates)
+
+
+def build_quantised(built: Callable[..., Any], of_trl: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
+    """Build vLLM's engine with quantised weights."""
+    from .tools import quantised_engine
+
+    return quantised_engine.build_quantised(built, of_trl, kwargs)
+
+
+def replays_of(trainer: Any) -> "Replay":
+    """What a trainer takes over from its sampler: kept tokens and experts."""
+    from .tools.replay import choices
+
+    return choices.replays_of(trainer)
+
+
+def push_checks(pushes: Any, model: Any) -> "PushChecks":
+    """The checks of each push."""
+    from .tools.arrival.push_checks import PushChecks
+
+    return PushChecks(pushes, model)
+
+
+def leaving_base_alone(model: Any, fsdp_version: int | None) -> AbstractContextManager:
+    """Context in which a push of an adapter changes no weight of its base."""
+    from .tools.arrival import adapters
+
+    return adapters.leaving_base_alone(model, fsdp_version)
+
+
+def check_served_adapter(url: str | None, model: Any) -> None:
+    """Refuse a server that cannot load the adapter of a model."""
+    from .tools.arrival.server import check_patterns, served_adapter
+
+    check_patterns(url, served_adapter(model))

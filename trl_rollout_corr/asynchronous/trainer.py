@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from ..door import check_served_adapter
 from ..settings.config import RolloutCorrectionConfig
-from ..tools.arrival.server import check_patterns, served_adapter
 from ..trainers.batches import TAGS, CorrectsBatches
 from ..trainers.keys import MISSING, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..trainers.metadata import engine_metadata
@@ -133,7 +133,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         self._pushes = PushesToServer(self)
         with leaving_together(self.accelerator):
             if self._pushes.is_adapter and self._pushes.server is not None:
-                check_patterns(self._pushes.server, served_adapter(self._bare(self.model)))
+                check_served_adapter(self._pushes.server, self._bare(self.model))
         self._set_up_observer()
 
     def _metadata(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from trl.generation import vllm_generation
 
-from ..tools.arrival.server import check_patterns, served_adapter
+from ..door import check_served_adapter
 from ..trainers.batches import TAGS
 from ..trainers.grpo import RolloutCorrectedGRPOTrainer
 
@@ -64,7 +64,7 @@ class RolloutCorrectedAxolotlTrainer(RolloutCorrectedGRPOTrainer, AxolotlGRPOTra
         super()._set_up_observer()
         # Axolotl's field: the server loads the adapter from files
         if getattr(self.args, "vllm_lora_sync", False) and self.accelerator.is_main_process:
-            check_patterns(self.vllm_generation.vllm_client.base_url, served_adapter(self._bare(self.model)))
+            check_served_adapter(self.vllm_generation.vllm_client.base_url, self._bare(self.model))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_missing():

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from ..door import tool
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
+from .names import instead_of
 from .of_trl import fields_of, given_to_trl
 from .presets import DEFAULT, UNSET, settings_of
 from .resolve import Settings, resolve, settings_in_words
+from .unlikely import warn_about_bounds
 
 
 # On a command line: several values, and a flag that is true if only named
@@ -135,7 +136,7 @@ class RolloutCorrectionConfig:
         parameters = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             for name in kwargs.keys() - parameters:
-                instead = tool("names that are no fields")(name, parameters)
+                instead = instead_of(name, parameters)
                 raise TypeError(f"`{name}` is not a field of {cls.__name__}.{instead}")
         return super().__new__(cls)
 
@@ -148,7 +149,7 @@ class RolloutCorrectionConfig:
         _warn_about_conflicts(settings, given)
         bounds_of_trl = settings.by_trl and given_to_trl(vars(self))
         if bounds_of_trl or given & {"rollout_is_threshold", "rollout_rs_threshold", "rollout_clip_ratio_c"}:
-            tool("unlikely bounds")(settings)
+            warn_about_bounds(settings)
 
     @property
     def _parsed(self) -> dict[str, Any]:

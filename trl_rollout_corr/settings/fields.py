@@ -1,5 +1,7 @@
 """Choices and parsers of the fields of a configuration. It needs neither TRL nor torch."""
 
+import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
-from ..door import tool
 from ..messages import SettingError, nearest
 from .criteria import LEVELS, Level
 from .presets import PRESETS
@@ -119,9 +120,26 @@ def _engine_kwargs(value: object) -> dict[str, Any]:
 
 
 def _bounds(value: object) -> Any:
-    """Other limits of the monitor; it checks their names itself."""
-    value = none_if_null(value)
-    return None if value is None else tool("bounds of the monitor")(value) or None
+    """Other limits of the monitor, by name of a bound; only the monitor knows these names."""
+    field, value = "rollout_monitor_bounds", none_if_null(value)
+    if isinstance(value, str):  # from a command line
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise SettingError(field, value, allowed='numbers, or None, by name of a bound, such as {"staleness": 32}')
+    for name, limit in value.items():
+        if limit is not None and not _is_number(limit):
+            raise SettingError(field, limit, allowed="a number, or None to switch the bound off", part=f"for {name!r}")
+    return dict(value) or None
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # an integer larger than all floats
+        return False
 
 
 # Parser of each field, in the order of the documentation. `None` and "preset" are values of a field

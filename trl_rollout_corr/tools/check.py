@@ -16,8 +16,8 @@ from importlib.metadata import packages_distributions, version
 from typing import Any, NoReturn
 
 from ..messages import SelfContainedError, SettingError, __version__
+from ..settings.names import instead_of
 from .text import visible
-from .translation.names import instead_of
 from .translation.setting_files import read_document, read_file, system_of
 
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from trl.generation import vllm_generation
 
-from ..door import tool
+from ..door import build_quantised
 from ..settings.resolve import Settings
 
 
@@ -27,7 +27,7 @@ def engine_arguments(args: Any, settings: Settings) -> AbstractContextManager:
 
     def build(*given: Any, **of_trl: Any) -> Any:
         if kwargs.get("quantization") is not None:
-            return tool("quantised engine")(built, of_trl, kwargs)
+            return build_quantised(built, of_trl, kwargs)
         plain = {name: x for name, x in kwargs.items() if name != "quantization"}  # null keeps TRL's
         return built(*given, **{**of_trl, **plain})
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from ..door import tool
+from ..door import replays_of
 from ..settings.config import RolloutCorrectionConfig
 from .batches import CorrectsBatches
 from .completions import read_logprobs
@@ -107,7 +107,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._check_sampler()
         self._pushes = PushesToVLLM(self)
         if self._settings.rollout_support is not None or self._settings.rollout_routing is not None:
-            self._replays = tool("replays")(self)
+            self._replays = replays_of(self)
         if self.use_vllm:
             watch_sampler(self.vllm_generation, self._record_logprobs, self._replays.kept_tokens)
         self._set_up_observer()

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..door import tool
+from .. import door
 from .keys import ROLLOUT_LOGPS
 from .metadata import engine_metadata, quantises
 from .reloading import push
@@ -95,7 +95,7 @@ class Pushes:
         self.trainer = trainer
         self.checks: Any = None
         if trainer._settings.rollout_monitor is not None:
-            self.checks = tool("checks of pushes")(self, trainer._bare(trainer.model))
+            self.checks = door.push_checks(self, trainer._bare(trainer.model))
 
     @property
     def server(self) -> str | None:
@@ -122,7 +122,7 @@ class Pushes:
         if not hasattr(model, "merge_adapter"):
             return nullcontext()
         plugin = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return tool("pushes of adapters")(model, getattr(plugin, "fsdp_version", None))
+        return door.leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
 
     def noting(self, weights: Weights) -> Weights:
         """Weights on their way to the sampler, shown to the checks."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..door import tool
+from .. import door
 from ..messages import warn, warn_idle
 from ..settings.effects import OF_TRL, TRUNCATION, distortions, effects
 from ..settings.fields import LOSS_TYPES
@@ -210,7 +210,13 @@ def check_sampler(config: Any, settings: Settings) -> None:
     kwargs = (settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None) or {}
     replays = settings.rollout_support or settings.rollout_routing
     if kwargs or config.generation_kwargs or replays:
-        tool("checks of the sampler")(config, settings, kwargs, truncates=bool(truncation(config)))
+        door.check_sampler(config, settings, kwargs, truncates=bool(truncation(config)))
+
+
+def check_monitor_bounds(config: Any, settings: Settings) -> None:
+    """Refuse names that are no bounds of the monitor."""
+    if settings.rollout_monitor_bounds and settings.rollout_monitor is not None:
+        door.check_monitor_bounds(settings.rollout_monitor_bounds)
 
 
 def warn_about_engine_kwargs(config: Any, settings: Settings) -> None:
@@ -246,6 +252,7 @@ def truncation(config: Any) -> dict[str, object]:
 # In the order in which a user learns of them: refusals come first
 Check = Callable[[Any, Settings], None]
 _OF_SAMPLING: list[Check] = [
+    check_monitor_bounds,
     check_shared_process,
     check_temperature,
     check_sampler,

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from ..messages import warn
-from ..settings.thresholds import Bounds
+from .thresholds import Bounds
 
 
 _FIELD = "rollout_rs_threshold"

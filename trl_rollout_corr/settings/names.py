@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
-from ...messages import nearest
-from .of_trl import TRL_KEYS
+from ..messages import nearest
+from .of_trl import DEFAULTS_OF_TRL
 
 
 _RATIO_CAP = "Write `rollout_is: token`, and the number as `rollout_is_threshold`."
@@ -37,7 +37,7 @@ def instead_of(name: str, names: Iterable[str]) -> str:
     names = list(names)
     if name in INSTEAD:
         return f" {INSTEAD[name]}"
-    if name in TRL_KEYS:
+    if name in DEFAULTS_OF_TRL:
         return (
             " It is a field of TRL's GRPOConfig alone. Remove it, and choose the correction by `rollout_correction`."
         )
