@@ -21,11 +21,11 @@ from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, settings_of
 from trl_rollout_corr.settings.thresholds import is_by_sign
+from trl_rollout_corr.tools.bands import in_words
+from trl_rollout_corr.tools.decision import KEEPS_TRL, ROWS
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
-from trl_rollout_corr.tools.diagnosis.text import OF_TRL
 from trl_rollout_corr.tools.dump.columns import COLUMNS
-from trl_rollout_corr.tools.monitor.bands import in_words
 from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, SILENCED
 from trl_rollout_corr.tools.monitor.texts import LOOK_AT_PUSH, OF_PUSH
@@ -44,29 +44,17 @@ IN_SHORT = {
     "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
     "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
-    "leave": "With fresh weights, `auto` did harm: [set another correction](#the-correction-to-set).",
     "close": "Find out [where the gap comes from](debugging.md#k3_kl-grows).",
     "closer": "[Make the gap smaller](debugging.md#make-the-gap-smaller).",
     "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss with a ratio of 1; corrections of this "
     "package leave them out.",
-    "correct": "[Set a correction](#the-correction-to-set) that fits the age of the weights.",
+    "correct": "[Set the correction](#the-correction-to-set).",
     "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
     "product of its tokens' ratios.",
     "grown": "",
     "find": "Find the cause: set `rollout_dump_dir`, train a few steps, and run `trl-rollout-corr diagnose` on the dump.",
     "began": ", and ... at the start",
     "length": " of ... tokens on average",
-    "token_level": "If each completion or turn gets a single weight, take weights of tokens: with `rollout_correction: trl`, "
-    "set `vllm_importance_sampling_mode` to token_truncate, or for stale weights `rollout_correction` to auto; with a "
-    "correction of this package, set `rollout_is` to token.",
-    "dropped": "If `rollout_is_oob_ratio` is high, do the same with `trl`; with a correction of this package, widen "
-    "`rollout_is_threshold`.",
-    "lower_cap": "If each token has its own weight, lower the cap if it is above 1: with `trl` "
-    "`vllm_importance_sampling_clip_max` (or take `auto` for stale weights); with a correction of this package "
-    "`rollout_is_threshold`. A higher cap did not help in our runs.",
-    "bounds": "with `trl`, set `vllm_importance_sampling_mode` to token_truncate, or for stale weights "
-    "`rollout_correction` to auto; with a correction of this package, widen `rollout_rs_threshold` or "
-    "`rollout_is_threshold`",
     "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
     "`env_mask` of your `rollout_func`.",
 }
@@ -192,13 +180,36 @@ def alarm_sections(inside: str) -> str:
     return sections(inside, text)
 
 
+# Situations of the table of decisions, in words
+WHEN = {
+    ("hides_mistake", True): "a cause was found that a correction would hide",
+    ("uses_it", True): "the run uses `auto`",
+    ("excludes_it", True): "`loss_type: vespo`",
+    ("gap", "none"): "no gap",
+    ("gap", "small"): "a small gap (`k3_kl` up to 0.005)",
+    ("is_harmed", False): "nothing unhealthy was seen",
+}
+
+
+def decisions(_: str) -> str:
+    """The answers of `trl_rollout_corr/tools/decision.py`. The first one that fits counts."""
+    rows = [(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise", row) for row in ROWS]
+    rows.append(("otherwise, to keep TRL's loss", KEEPS_TRL))
+    lines = [
+        [
+            when,
+            ", ".join(f"`{x}`" for x in yaml_lines(row.set).splitlines()) or "leave the settings as they are",
+            row.why,
+        ]
+        for when, row in rows
+    ]
+    return grid(["situation", "answer", "reason"], lines)
+
+
 def cause_sections(inside: str) -> str:
     text = {}
     for name, it in {**EFFECTS, **CAUSES}.items():
         more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
-        for ours in it.settings.keys() & OF_TRL.keys():
-            of_trl = ", ".join(f"`{line}`" for line in yaml_lines(OF_TRL[ours]).splitlines())
-            more = f"{of_trl} with `rollout_correction: trl`; {more} with a correction of this package"
         remedy = it.remedy.replace(HIDES, "Do not correct for it.")
         text[name] = wrapped(f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}")
     return sections(inside, text)
@@ -287,7 +298,8 @@ def made(page: str) -> str:
     parts = {
         it.__name__: it
         for it in (
-            alarms, alarm_record, gaps_by_age, alarm_sections, cause_sections, metrics, fields, presets, criteria, names, dump,
+            alarms, alarm_record, gaps_by_age, alarm_sections, decisions,
+            cause_sections, metrics, fields, presets, criteria, names, dump,
         )
     }  # fmt: skip
     return re.sub(

@@ -395,7 +395,8 @@ def test_a_correction_that_cannot_be_translated_is_never_off_in_silence(refusal,
 
 @pytest.mark.parametrize(
     "argument",
-    ["actor.optim.lr_warmup_steps_ratio=0.1", "actor.policy_loss.kl_cov_ratio=1", "actor.seq_tis=false", "rollout.is_x=-1"],
+    ["actor.optim.lr_warmup_steps_ratio=0.1", "actor.policy_loss.kl_cov_ratio=1", "actor.seq_tis=false", "rollout.is_x=-1",
+     "actor.seq_tis_imp_cap=0"],
 )  # fmt: skip
 def test_other_ratios_and_what_is_off_stop_nothing(convert, argument):
     assert convert([f"actor_rollout_ref.{argument}"])[0] == {"use_vllm": True, "rollout_correction": "disabled"}

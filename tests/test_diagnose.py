@@ -682,7 +682,7 @@ def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, c
     assert main(["diagnose", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Expected: the sampler is up to 4 optimizer steps old, and the run corrects for it.")
-    assert "Nothing, because the run corrects for it already." in said
+    assert "Nothing has to be done. To make the gap smaller: " in said
     assert "rollout_correction" not in said
     assert diagnose(read_tokens(folder)).size > LARGE
     (folder / dump.LOGS).unlink()  # without a log, nobody knows whether the run is healthy
@@ -752,24 +752,15 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
         assert cause["cause"] == "last_token"
         return cause["remedy"], cause["settings"]
 
-    source, preset = {"mask_truncated_completions": True}, {"rollout_correction": "auto"}
+    source = {"mask_truncated_completions": True}
     cause = CAUSES["last_token"]
-    both = (
-        " The preset is for stale weights (3 steps old or more); with fresher ones, set `rollout_correction` to "
-        "decoupled_token_is."
-    )
-    assert advised("unknown") == (f"{cause.remedy}{both}", {**source, **preset})  # in step 1 the age says nothing
-    off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
-    assert advised("none", mask_truncated_completions=False, **off) == (f"{cause.remedy}{both}", {**source, **preset})
+    assert advised("unknown") == (cause.remedy, source)
+    assert advised("none", mask_truncated_completions=False) == (cause.remedy, source)
     done = f"The run uses this already: `mask_truncated_completions: true`. {cause.otherwise}"
-    assert advised("source", **source, **off) == (f"{done}{both}", preset)
-    rest = "The run corrects for the rest already."
-    assert advised("preset", rollout_is="token") == (f"{cause.remedy} {rest}", source)
-    assert advised("measured", rollout_is="token", rollout_metrics_only=True)[1] == {**source, **preset}
-    assert advised("both", **source, bypass_mode=True) == (f"{done} {rest}", {})
-    assert main(["report", str(tmp_path / "both"), "-o", str(tmp_path / "r.html")]) == 0
+    assert advised("source", **source) == (done, {})
+    assert main(["report", str(tmp_path / "source"), "-o", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()
-    assert f"{done} {rest}" in html.unescape(page.replace("<code>", "`").replace("</code>", "`"))
+    assert done in html.unescape(page.replace("<code>", "`").replace("</code>", "`"))
 
 
 def in_run(finding: Finding, fields: dict) -> Diagnosis:
@@ -782,11 +773,10 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
     cause, finding = CAUSES[name], Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
 
     def advice(**in_effect):
-        return remedy_for(in_run(finding, in_effect)._replace(age=4.0), finding)
+        return remedy_for(in_run(finding, in_effect), finding)
 
-    preset = {"rollout_correction": "auto"} if cause.correction else {}
-    assert advice() == (cause.remedy, {**cause.settings, **preset})
-    run = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset.get("rollout_correction")).settings)
+    assert advice() == (cause.remedy, cause.settings)
+    run = dataclasses.asdict(RolloutCorrectionConfig().settings)
     text, settings = advice(**{**run, **cause.settings})
     assert settings == {}
     assert text.startswith("The run uses this already: " if cause.settings else cause.remedy)
@@ -794,26 +784,10 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
     assert bool(cause.otherwise) == bool(cause.settings)
 
 
-def test_tokens_that_take_another_route_need_a_correction_that_rejects():
-    finding = Finding("routing", 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
-
-    def settings(**fields) -> dict:
-        run = dataclasses.asdict(RolloutCorrectionConfig(**{"rollout_routing": "replay", **fields}).settings)
-        return remedy_for(in_run(finding, run), finding)[1]
-
-    assert settings(rollout_routing=None) == {"rollout_routing": "replay"}
-    assert settings(rollout_correction="decoupled_token_is") == {"rollout_correction": "auto"}
-    assert settings(rollout_is="token", rollout_is_threshold=[0.5, 5.0]) == {}
-    assert settings() == settings(rollout_correction="auto") == {}
-    assert settings(rollout_correction="bypass_ppo_clip") == {}
-    assert settings(rollout_correction="bypass_pg_is") == {"rollout_correction": "bypass_dppo_tv"}
-
-
 def test_mappings_are_in_effect_key_by_key():
     def missing(name: str, **in_effect) -> dict:
         finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
-        _, settings = remedy_for(in_run(finding, in_effect), finding)
-        return {key: value for key, value in settings.items() if key != "rollout_correction"}
+        return remedy_for(in_run(finding, in_effect), finding)[1]
 
     float32_head = CAUSES["head"].settings
     engine = {"dtype": "float32", "hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}
@@ -1108,7 +1082,7 @@ def test_a_corrected_run_is_not_told_to_correct(other_weights, capsys):
     main(["diagnose", str(other_weights(lag=4))])
     text = capsys.readouterr().out
     assert "rollout_correction" not in text
-    assert "he run corrects for " in text
+    assert "The run uses `auto` already, so leave it." in text
 
 
 def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(maker, right, benchmark):

@@ -20,7 +20,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.arrival.push_checks import Unmoved
 from trl_rollout_corr.tools.arrival.rescore import Rescored
-from trl_rollout_corr.tools.monitor.bands import HEALTHY, in_words
+from trl_rollout_corr.tools.bands import HEALTHY, in_words
 from trl_rollout_corr.tools.replay.router_hooks import Flips
 from trl_rollout_corr.tools.report.facts import analyse, state_of
 
@@ -329,13 +329,6 @@ WORDS = (
 def test_a_private_word_is_in_the_glossary(word):
     rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     assert any(re.search(rf"(^|\W){re.escape(word)}(\W|$)", row) for row in rows)
-
-
-def test_the_glossary_calls_weights_stale_from_the_age_of_the_code():
-    from trl_rollout_corr.tools.monitor.advice import STALE
-
-    number = ("zero", "one", "two", "three", "four")[STALE]
-    assert f"| stale, old | **{number} or more optimizer steps old**" in (ROOT / "docs/glossary.md").read_text()
 
 
 TUTORIAL = ROOT / "benchmarks/tutorial"

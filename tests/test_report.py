@@ -31,10 +31,9 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.bands import HEALTHY
 from trl_rollout_corr.tools.dump.folder import files_of, write_rows
 from trl_rollout_corr.tools.dump.reading import read_table
-from trl_rollout_corr.tools.monitor.advice import STALE_WEIGHTS
-from trl_rollout_corr.tools.monitor.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import examine
 from trl_rollout_corr.tools.report import facts as facts_module
 from trl_rollout_corr.tools.report import html_page, log_charts
@@ -609,24 +608,9 @@ def test_settings_are_those_of_the_run_and_those_that_compare_suggests(dump, pag
     assert RolloutCorrectionConfig(**own).settings == RolloutCorrectionConfig(**SETTINGS).settings
     args = make_parser().parse_args(["compare", str(dump), "--json"])
     compared = json.loads(args.run(args))
-    assert suggested == compared["recommendation"]["fields"]
+    assert suggested == compared["recommendation"]["settings"]
     assert f"{RolloutCorrectionConfig(**SETTINGS).description}" in page.text
     assert "decoupled_geo_rs_token_tis with changes: " in page.text
-
-
-@pytest.mark.parametrize(
-    ("age", "preset", "why"),
-    [
-        (0, "decoupled_token_is", f"auto is for {STALE_WEIGHTS}, and all are fresher."),
-        (3, "auto", "This preset has no bounds to fit."),
-    ],
-)
-def test_the_card_with_settings_to_try_follows_the_age(age, preset, why, tmp_path, undrawn):
-    settings = {"rollout_correction": "disabled"}
-    folder = make_dump(tmp_path / "dump", spread=0.2, steps=2, age=age, settings=settings)
-    page = Page(write(folder, tmp_path / "report.html"))
-    assert settings_of(tmp_path / "report.html")[1] == {"rollout_correction": preset}
-    assert why in page.text
 
 
 def test_a_dump_without_settings_is_called_unknown(tmp_path, undrawn, capsys):
@@ -639,9 +623,10 @@ def test_a_dump_without_settings_is_called_unknown(tmp_path, undrawn, capsys):
     assert "Unknown settings" in page.text
     assert "TRL's loss, unchanged" not in page.text
     assert "Settings to try" not in page.text
+    assert "unless the run has it" in page.text
     assert "The run corrects for" not in page.text
     assert "the run corrects for it" not in page.text.replace("it is not known whether the run corrects for it", "")
-    assert settings_of(tmp_path / "report.html") == []
+    assert settings_of(tmp_path / "report.html") == [{"rollout_correction": "auto"}]
     args = make_parser().parse_args(["compare", str(folder)])
     assert "The dump does not say with which settings it was written" in args.run(args)
     main(["diagnose", str(folder)])
@@ -654,8 +639,8 @@ def test_the_report_recommends_the_settings_that_compare_recommends(spread, tmp_
     page = Page(write(folder, tmp_path / "report.html"))
     args = make_parser().parse_args(["compare", str(folder), "--json"])
     best = json.loads(args.run(args))["recommendation"]
-    assert settings_of(tmp_path / "report.html")[1:] == ([best["fields"]] if best["fields"] else [])
-    assert ("Settings to try" in page.text) == bool(best["fields"])
+    assert settings_of(tmp_path / "report.html")[1:] == ([best["settings"]] if best["settings"] else [])
+    assert ("Settings to try" in page.text) == bool(best["settings"])
     assert best["why"].replace("`", "") in page.text
 
 
@@ -703,7 +688,7 @@ def test_a_healthy_run_that_corrects_for_old_weights_is_told_one_story(tmp_path,
     assert "Its gap is expected, and is corrected." in banner
     assert "Expected: the sampler is up to" in page.text
     assert "Stale weights: samples of an older policy" in page.text
-    assert "Nothing has to be done. A smaller gap is possible: Sample with newer weights" in page.text
+    assert "Nothing has to be done. To make the gap smaller: sample with newer weights" in page.text
     assert not re.search(r'class="card (warning|critical)"', text)
     assert "Settings to try" not in page.text
     assert "# the settings of the run" not in text

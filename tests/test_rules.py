@@ -7,15 +7,11 @@ import re
 
 import pytest
 
-from tests.dumps import make_dump
 from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.settings.presets import PRESETS
-from trl_rollout_corr.tools.monitor.advice import ADVISED, STALE_WEIGHTS, advise
-from trl_rollout_corr.tools.monitor.bands import HEALTHY
+from trl_rollout_corr.tools.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
 from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE_K3, ROUNDED, fill
@@ -315,7 +311,7 @@ def test_what_an_alarm_says(name):
             for text in texts(name, settings, **state):
                 assert re.fullmatch(r"[A-Z`].*\.", text)
                 assert not re.search(r"\. [a-z]|  |[{}]|\.\.", text)
-                assert len(re.findall(r"\.(?= |$)", text)) <= 3, text
+                assert len(re.findall(r"\.(?= |$)", text)) <= 5, text
                 assert {*re.findall(r"`((?:rollout|bypass)_\w+)(?:: true)?`", text)} <= fields | {
                     "rollout_func",
                     "rollout_is_oob_ratio",
@@ -327,7 +323,7 @@ def test_a_gap_from_the_first_step_is_not_put_down_to_a_stale_sampler():
     for settings in KNOWN.values():
         for name in BOUNDS.keys() - {"staleness"}:
             said = " ".join(texts(name, settings, **STATES["start"]))
-            said = said.replace(f"With {STALE_WEIGHTS}, set", "")  # where the age is not known, both are named
+            said = said.replace("fresh, rounded and stale weights", "")  # in the reason for `auto`
             assert not re.search(r"\bstale\b|\bold\b|lost push|were not pushed", said), said
     for name in ("k3_high", "k3_corrected"):
         assert "there from the first step" in texts(name, KNOWN["auto"], **STATES["start"])[2]
@@ -367,39 +363,6 @@ def test_no_token_in_the_loss_names_the_setting_that_did_it():
     assert "`mask_truncated_completions`" not in ended.advice
     assert "`env_mask`" in ended.advice
     assert found(history(*[CORRECTED, CORRECTED, empty] * 5), config()) == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "preset"),
-    [
-        ({}, "auto"),
-        ({"rollout_correction": "decoupled_geo_rs_token_tis"}, "auto"),
-        ({"rollout_correction": "bypass_ppo_clip"}, "bypass_dppo_tv"),
-        ({"rollout_correction": "bypass_pg_is"}, "bypass_dppo_tv"),
-    ],
-)
-def test_the_advised_preset_needs_no_old_policy_where_the_run_has_none(fields, preset):
-    for age in (8.0, None):
-        advised = advise(config(**fields), age, {}).best.settings
-        assert advised == ({} if fields == {} else {"rollout_correction": preset})
-    assert config(rollout_correction=preset).bypass_mode == config(**fields).bypass_mode
-    assert set(ADVISED.values()) <= set(PRESETS)
-    assert advise(None, 8.0, {}).best.settings == {"rollout_correction": "auto"}
-    named = f"Set `rollout_correction` to {preset}" in texts("k3_high", config(**fields), **STATES["old"])[2]
-    assert named == (fields != {})
-
-
-def test_the_diagnosis_advises_the_same(tmp_path, capsys):
-    runs = {
-        "auto": {"rollout_correction": "disabled"},
-        "bypass_dppo_tv": {"rollout_correction": "bypass_ppo_clip_geo_rs", "rollout_metrics_only": True},
-    }
-    for preset, settings in runs.items():
-        folder = make_dump(tmp_path / preset, spread=0.03, age=3, settings=settings)
-        main(["diagnose", str(folder), "--json"])
-        presets = {cause["preset"] for cause in json.loads(capsys.readouterr().out)["causes"]}
-        assert preset in presets
-        assert presets <= {preset, None}
 
 
 def test_a_warning_silences_nothing_critical():

@@ -152,18 +152,18 @@ def test_small_weights_of_whole_completions_are_an_alarm_at_the_second_step(shif
         assert said[0].startswith(
             "▲ step 2: The mean importance weight of completions of 60 tokens on average is 0.55"
         )
-        assert "Set `rollout_is` to token." in said[0]
+        assert "Set `rollout_correction` to auto and remove `rollout_is`." in " ".join(said[0].split())
 
 
 def test_the_diagnosis_names_them_first(tmp_path, capsys):
     common = {"spread": 0.11, "length": 90, "vary": False, "tools": False, "gaussian": True, "steps": 3}
     trl = make_dump(tmp_path / "trl", settings={"rollout_correction": "trl"}, **common)
     main(["diagnose", str(trl), "--json"])
-    first = json.loads(capsys.readouterr().out)["causes"][0]
-    assert (first["cause"], first["settings"]) == (
-        "whole_completions",
-        {"vllm_importance_sampling_mode": "token_truncate"},
-    )
+    found = json.loads(capsys.readouterr().out)
+    first = found["causes"][0]
+    assert (first["cause"], first["settings"]) == ("whole_completions", {})
+    assert found["correction"]["settings"] == {"rollout_correction": "auto"}
+    assert "set `vllm_importance_sampling_mode` to token_truncate instead" in found["correction"]["why"]
     assert first["certainty"] > 0.9
     assert first["evidence"]["weight"] < 0.8 < 0.95 < first["evidence"]["tokens"]
     ours = make_dump(tmp_path / "ours", settings={"rollout_is": "token"}, **common)

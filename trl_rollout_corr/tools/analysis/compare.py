@@ -13,46 +13,21 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.of_trl import given_to_trl
 from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
-from ..diagnosis import iterations_of
+from ..decision import Decision, as_document, in_words
+from ..diagnosis import COLUMNS, decision_of
 from ..dump.reading import Dump, open_dump
 from ..logs.reading import refuse_log
-from ..monitor.advice import ADVISED, MODE, mode_to_keep, trl_corrects
-from ..monitor.bands import HEALTHY, NEGLIGIBLE
-from ..monitor.examine import examine
-from ..monitor.rule import Alarm
+from ..run_facts import trl_corrects
 from ..text import number, three_decimals, yaml_lines
-from ..translation.of_trl import from_trl
 from ..translation.setting_files import has_settings, read_config, read_settings
-from .recommend import Advice, first_alarm, recommend
 from .recompute import Batch, Effect, batch_of, recompute
-from .run import clip_range, log_of_dump
-from .spread import Spread, spread_of, suggest_bounds
+from .run import clip_range
+from .spread import Spread, spread_of
 
 
-# Columns of a dump that `compare` reads
-_COLUMNS = (
-    *(
-        "step",
-        "sampled",
-        "mask",
-        "train_logps",
-        "rollout_logps",
-        "keep",
-        "coefficients",
-        "advantage",
-        "turn_ids",
-        "staleness",
-    ),
-)
-_THIS_RUN, _FITTED = "this run", "bounds that fit"
+_COLUMNS = (*COLUMNS, "keep")  # of a dump
+_THIS_RUN = "this run"
 _REFERENCE = "disabled"
-# Rejection by bounds that fit the sequences, by mode of the correction, with token weights where the mode
-# applies weights
-_REJECTING: dict[str, str] = {
-    "decoupled": "decoupled_geo_rs_token_tis",
-    "ppo_clip": "bypass_ppo_clip_geo_rs",
-    "reinforce": "bypass_pg_geo_rs_token_tis",
-}
 
 
 # Printed below the table
@@ -72,16 +47,14 @@ class Comparison(NamedTuple):
     left_out: int  # presets without a row
     spread: Spread  # of the log-ratio
     notes: list[str]  # sentences about the sequences and the run
-    best: Advice  # the settings to try first
+    decision: Decision  # the correction to set
     row: str  # the row of the table with these settings
-    fitted: Mapping[str, object] | None  # settings with bounds that fit, as an alternative
 
 
 def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     """
-    Compare the settings of a run, the presets and the settings of `files` on the sequences of a
-    dump, and return the text to print. An alarm about the policies suppresses fitted bounds. JSON
-    contains every preset.
+    Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the text
+    to print. JSON contains every preset.
     """
     refuse_log(path)
     dump = open_dump(path, _COLUMNS, worst=False)
@@ -95,23 +68,14 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     run = read_settings(dump.settings, "the settings in the dump")
     batch = batch_of(dump.sequences, dump.sequences.sampled)
     spread = spread_of(batch)
-    alarms = examine(log_of_dump(dump.path), run, num_iterations=iterations_of(dump.settings), fields=dump.settings)
-    alarm = first_alarm(alarms)
-    best = recommend(run, alarms, spread.s, dump.age, dump.settings)
-    fitted = None if alarm or spread.s < NEGLIGIBLE else _fitted(spread, run)
+    decision = decision_of(dump)
     presets = _presets(dump.settings)
     shown = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
-    row, of_row = _recommended_row(best, presets)
-    settings = {
-        _THIS_RUN: run,
-        **({_FITTED: RolloutCorrectionConfig(**fitted).settings} if fitted else {}),
-        **shown,
-        **of_row,
-        **{file: read_config(file).settings for file in files},
-    }
-    notes = _notes(dump, run, alarm)
+    row = str(decision.set.get("rollout_correction", _THIS_RUN))
+    settings = {_THIS_RUN: run, **shown, **{file: read_config(file).settings for file in files}}
+    notes = _notes(dump, run)
     effects = _effects(batch, settings, clip_range(dump.settings), notes)
-    comparison = Comparison(batch, run, effects, len(presets) - len(shown), spread, notes, best, row, fitted)
+    comparison = Comparison(batch, run, effects, len(presets) - len(shown), spread, notes, decision, row)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
@@ -123,40 +87,18 @@ def _presets(of_trl: Mapping[str, Any]) -> dict[str, Settings]:
     return presets
 
 
-def _recommended_row(best: Advice, presets: Mapping[str, Settings]) -> tuple[str, dict[str, Settings]]:
-    """The row of the table with the recommended settings, and its settings if no other row has them."""
-    row = str(best.settings.get("rollout_correction", _THIS_RUN))
-    mode = best.settings.get(MODE)
-    if mode is None:
-        return row, {}
-    row = f"{row} with {mode}"
-    return row, {row: dataclasses.replace(presets["trl"], **from_trl({MODE: mode}))}
-
-
-def _notes(dump: Dump, run: Settings, alarm: Alarm | None) -> list[str]:
-    """Sentences about a dump, an alarm about the policies, and TRL's own correction in the run."""
+def _notes(dump: Dump, run: Settings) -> list[str]:
+    """Sentences about a dump, and TRL's own correction in the run."""
     notes = [f"{dump.sample}."] if dump.sample else []
     if not has_settings(dump.settings):
         notes.append(
-            f"The dump does not say with which settings it was written: `{_THIS_RUN}` and the recommendation assume the "
-            "default, `rollout_correction: trl`."
-        )
-    if alarm:
-        notes.append(
-            f"No bounds are made, because an alarm was raised at step {alarm.step} (`{alarm.bound}`). For the bounds of a "
-            "healthy step, name its file (step-*.parquet)."
+            f"The dump does not say with which settings it was written: `{_THIS_RUN}` assumes the default, "
+            "`rollout_correction: trl`."
         )
     if run.by_trl and (of_trl := given_to_trl(dump.settings)):
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
         notes.append(f"This run uses `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
     return notes
-
-
-def _fitted(spread: Spread, run: Settings) -> dict[str, Any] | None:
-    """Settings with bounds that fit the spread; `None` if the policies hardly overlap."""
-    lower, upper = suggest_bounds(spread)
-    bounds = {"rollout_rs_threshold": [lower, upper]}
-    return {"rollout_correction": _REJECTING[mode_to_keep(run)], **bounds} if lower else None
 
 
 def _effects(
@@ -185,17 +127,17 @@ def _effects(
 
 def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     """
-    The presets that matter for a run: its own, the reference, the default, the advised preset of
-    each mode, the preset with fitted bounds, and the presets in the mode of the run. In decoupled
-    mode, which offers many, only presets that either weight or reject count.
+    The presets that matter for a run: its own, the reference, the one to set, and the presets in the mode of the run. In
+    decoupled mode, which offers many, only presets that either weight or reject count.
     """
-    mode = mode_to_keep(run)
-    named = {_REFERENCE, DEFAULT, *ADVISED.values(), _REJECTING[mode], str(run.rollout_correction)}
+    named = {_REFERENCE, DEFAULT, str(run.rollout_correction)}
     return [
         name
         for name, preset in presets.items()
         if name in named
-        or (preset.mode == mode and (mode != "decoupled" or (preset.bounding is None) != (not preset.criteria)))
+        or (
+            preset.mode == run.mode and (run.mode != "decoupled" or (preset.bounding is None) != (not preset.criteria))
+        )
     ]
 
 
@@ -206,8 +148,6 @@ def _as_markdown(c: Comparison) -> str:
     bypasses = c.run.bypass_mode
     mode = f"bypass, {c.run.mode}" if bypasses else "decoupled"
     policy = "current" if bypasses else "old"
-    s = c.spread.s
-    half = f"{math.log(2) / s**2:.0f} tokens" if s else "any length"
     left_out = (
         [f"{c.left_out} other presets, in other modes or with both weights and rejection: --json."]
         if c.left_out
@@ -225,17 +165,12 @@ def _as_markdown(c: Comparison) -> str:
         *_EXPLAINED,
         *left_out,
         "",
-        f"Spread s = {s:.4g}. Mean length {number(c.spread.lengths.mean().item())} tokens.",
-        f"Without a cap, sequence weights keep half of their ESS up to {half}.",
+        f"Spread s = {c.spread.s:.4g}. Mean length {number(c.spread.lengths.mean().item())} tokens.",
+        "",
+        f"Recommended: {c.row}. {in_words(c.decision)}",
     ]
-    lines += ["", f"Recommended: {c.row}. {c.best.reason}"]
-    if c.best.settings:
-        lines += ["", "```yaml", f"{yaml_lines(c.best.settings)}```"]
-    if c.fitted:
-        text = f"{_FITTED.capitalize()} these tokens keep nearly all completions, and reject outliers"
-        far = s**2 / 2 > (HEALTHY["k3_kl"][1] or math.inf)
-        text += ". The policies are far apart: these bounds keep tokens that should be rejected." if far else ":"
-        lines += ["", text, "", "```yaml", f"{yaml_lines(c.fitted)}```"]
+    if c.decision.set:
+        lines += ["", "```yaml", f"{yaml_lines(c.decision.set)}```"]
     return "\n".join([*lines, ""])
 
 
@@ -273,8 +208,7 @@ def _as_json(c: Comparison) -> str:
             for name, settings, effect in c.effects
         ],
         "spread": {"s": c.spread.s, "mean_length": c.spread.lengths.mean().item()},
-        "suggestion": c.fitted,
-        "recommendation": {"row": c.row, "why": c.best.reason, "fields": c.best.settings},
+        "recommendation": {"row": c.row, **as_document(c.decision)},
     }
     return json.dumps(_finite(document), indent=2) + "\n"
 

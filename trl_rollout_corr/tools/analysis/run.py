@@ -99,11 +99,6 @@ def _other_dumps(folder: Path, chosen: Path) -> list[str]:
     ]
 
 
-def log_of_dump(path: Path) -> list[dict[str, object]]:
-    """The log of a dump: entries of training windows, one for each step."""
-    return merge(read_logs(path))
-
-
 def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
     """Lower and upper ratio at which TRL's PPO clips in the run that wrote a dump."""
     below, above = (settings.get(name) for name in ("epsilon", "epsilon_high"))

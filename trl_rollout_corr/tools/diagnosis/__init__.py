@@ -8,7 +8,7 @@ finds the completions, turns and prompts that cause the whole gap. `ranking` sea
 writes the answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ import numpy as np
 
 from ...messages import PREFIX, warn
 from ...settings.resolve import Settings
+from ..bands import HEALTHY
+from ..decision import Decision, decide, gap_of
 from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
 from ..logs.reading import first_readable, is_log, logs_of, merge, refuse_unknown, split_source
 from ..monitor.examine import alarms_of_log, is_small
+from ..monitor.rule import Alarm
+from ..monitor.rules import BOUNDS
 from ..monitor.stock import value_of
 from ..translation.setting_files import settings_of_run
 from . import trl_log
@@ -34,7 +38,7 @@ from .trl_log import course_of
 # `prompt`
 COLUMNS = (
     *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
-    *("prompt", "prompt_ids", "padding", "staleness", "advantage"),
+    *("prompt", "prompt_ids", "padding", "staleness", "advantage", "coefficients"),
 )
 
 __all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", "read_tokens"]
@@ -60,19 +64,42 @@ def _tokens_of(dump: Dump) -> DumpedTokens:
     logs = read_logs(dump.path)
     settings = settings_of_run(dump.settings)
     alarms = alarms_of_log(logs, settings, num_iterations=iterations_of(dump.settings), fields=dump.settings)
-    return observe_dump(dump, settings, quiet=not alarms and is_small(logs))
+    return observe_dump(dump, settings, alarms, small=is_small(logs))
 
 
-def observe_dump(dump: Dump, settings: Settings | None, *, quiet: bool) -> DumpedTokens:
+def observe_dump(dump: Dump, settings: Settings | None, alarms: Sequence[Alarm], *, small: bool) -> DumpedTokens:
     """
-    The tokens of an opened dump, with the settings in effect. `quiet` says that the log of its run
-    shows no alarm and only small gaps.
+    The tokens of an opened dump, with the settings in effect and the alarms of its run. `small` says that the log of the
+    run shows only small gaps.
     """
     logs = read_logs(dump.path)
     movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
     facts = (settings, dump.settings, dump.about, movement)
+    harmed = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms) or _loses_gradient(dump, settings)
+    quiet = small and not alarms
     entropy = _entropy(logs, dump.sequences.step)
-    return DumpedTokens(dump.sequences, *facts, quiet=quiet, age=dump.age, scored_again=scored, entropy=entropy)
+    more = {"age": dump.age, "scored_again": scored, "entropy": entropy}
+    return DumpedTokens(dump.sequences, *facts, quiet=quiet, harmed=harmed, **more)
+
+
+def _loses_gradient(dump: Dump, settings: Settings | None) -> bool:
+    """True if the mean factor of the policy gradient, over tokens of the loss, is unhealthy in the dump."""
+    here = dump.sequences.counted
+    if settings is None or not settings.corrects or settings.clips_around_sampler or not here.any():
+        return False
+    low, high = HEALTHY["effective_lr"]
+    assert low is not None
+    assert high is not None
+    return not low <= float(dump.sequences.coefficients[here].mean()) <= high
+
+
+def decision_of(dump: Dump) -> Decision:
+    """The correction to set, by the tokens of an opened dump and the log of its run."""
+    tokens = _tokens_of(dump)
+    try:
+        return diagnose(tokens).decision
+    except ValueError:  # too few tokens
+        return decide(tokens.settings, tokens.fields, gap=gap_of(tokens.size), is_harmed=tokens.harmed)
 
 
 def _entropy(logs: list[dict[str, Any]], steps: np.ndarray) -> dict[int, float]:

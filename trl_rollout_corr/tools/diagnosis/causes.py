@@ -4,7 +4,7 @@ The causes that a diagnosis knows, one record each: the test that finds the caus
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from . import drift, precision, sampling, single_tokens
 from .evidence import Evidence
@@ -27,9 +27,7 @@ class Cause(NamedTuple):
     remedy: str  # at the source first
     settings: Mapping[str, object] = {}  # of a trainer, as the remedy; empty where no setting helps
     otherwise: str = ""  # the remedy for a run that already uses these settings
-    # The correction for the gap left after the remedy: any, one that rejects single tokens, or none
-    # where it would hide a mistake
-    correction: Literal["", "any", "rejecting"] = ""
+    may_correct: bool = False  # True if a correction of the gap that is left would not hide a mistake
     normal: bool = False  # True for a cause in every run, where only a large gap is unhealthy
     fallback: Test | None = None  # finds it where nothing else explains the gap
 
@@ -72,6 +70,7 @@ CAUSES: dict[str, Cause] = {
         "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the log-probability of "
         "each sampled token, and 0 in `env_mask` for tokens that nobody sampled. The loss leaves such tokens out, unless "
         "`rollout_nan_policy` is neutralize, and they change nothing else.",
+        may_correct=True,
     ),
     "shift": Cause(
         "log-probabilities that are one token off",
@@ -108,14 +107,14 @@ CAUSES: dict[str, Cause] = {
         {"mask_truncated_completions": True},
         "Truncated completions are left out of the loss already, so they are not the cause: give trainer and sampler the same "
         "`eos_token_id`, and use no stop strings.",
-        correction="any",
+        may_correct=True,
     ),
     "seams": Cause(
         "seams between turns: text that was tokenized again",
         Test(single_tokens.seams, 6.0, 30.0),
         "Between turns, text was decoded and tokenized again, which gave other tokens. Keep the sampled token ids, and "
         "append the token ids of the tool's answer to them.",
-        correction="rejecting",
+        may_correct=True,
     ),
     "later_turns": Cause(
         "another context from the second turn on",
@@ -161,7 +160,7 @@ CAUSES: dict[str, Cause] = {
         "that samples.",
         {"disable_dropout": True},
         "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
-        correction="any",
+        may_correct=True,
     ),
     "some_prompts": Cause(
         "some prompts, and always the same",
@@ -175,7 +174,7 @@ CAUSES: dict[str, Cause] = {
         "stale weights: samples of an older policy",
         Test(drift.stale, 0.4, 0.6),
         "Sample with newer weights: push them after fewer steps, or make the queue shorter.",
-        correction="any",
+        may_correct=True,
         fallback=Test(drift.old_throughout, 0.9, 0.99),
     ),
     "own_updates": Cause(
@@ -183,8 +182,8 @@ CAUSES: dict[str, Cause] = {
         Test(drift.own_updates, 0.4, 0.6),
         "In bypass mode, a batch can be trained on several times. Its log-ratio then includes the updates since it was "
         "sampled. The sampler is correct, and you need not change anything: judge its gap by the first visit of a batch. "
-        "A preset of decoupled mode measures sampler and updates separately: `decoupled_token_is` with fresh weights, "
-        "`auto` with stale ones.",
+        "Without `bypass_mode`, sampler and updates are measured separately.",
+        may_correct=True,
     ),
     "recorded": Cause(
         "completions that were used before: a fixed pool, or a buffer that replays them",
@@ -192,7 +191,7 @@ CAUSES: dict[str, Cause] = {
         "The completions come from the policy of the step in which they were recorded, and the trainer has learned from "
         "them since: announce that step (`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio "
         "may exceed 1, because the trainer has made these very tokens likelier.",
-        correction="any",
+        may_correct=True,
     ),
     "changed": Cause(
         "something that changed at one step",
@@ -200,7 +199,7 @@ CAUSES: dict[str, Cause] = {
         "Find out what happened at this step: an engine that was restarted, quantised, or switched to other kernels, a "
         "replica that joined, other prompts, or longer completions. Weights that do not arrive would make the gap grow "
         "further. `trl-rollout-corr diagnose` on the files of the steps before and after it tells them apart.",
-        correction="any",
+        may_correct=True,
     ),
     "never_pushed": Cause(
         "weights that do not arrive in the sampler",
@@ -244,7 +243,7 @@ CAUSES: dict[str, Cause] = {
         {"model_init_kwargs": {"dtype": "float32"}},
         "The sampler rounds: let vLLM load the adapter itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
         "float32}`). The gap stays as small as rounding.",
-        correction="any",
+        may_correct=True,
         normal=True,
     ),
     "truncation": Cause(
@@ -254,7 +253,7 @@ CAUSES: dict[str, Cause] = {
         "distribution.",
         {"top_p": 1.0, "top_k": 0, "min_p": None},
         f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
-        correction="any",
+        may_correct=True,
     ),
     "penalty": Cause(
         "a penalty on repeated tokens",
@@ -263,7 +262,7 @@ CAUSES: dict[str, Cause] = {
         "`generation_kwargs` and the model's `generation_config.json`.",
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",
-        correction="any",
+        may_correct=True,
     ),
     "temperature": Cause(
         "another temperature, or log-probabilities before temperature",
@@ -291,7 +290,7 @@ CAUSES: dict[str, Cause] = {
         {"rollout_routing": "replay"},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on both sides "
         "make them fewer.",
-        correction="rejecting",
+        may_correct=True,
     ),
     "kv_cache": Cause(
         "key-value cache in low precision",
@@ -300,7 +299,7 @@ CAUSES: dict[str, Cause] = {
         {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}},
         "The checkpoint or the server asks for the low precision: name the type of the model, such as `kv_cache_dtype: "
         "bfloat16`, or start the server with `--kv-cache-dtype bfloat16`.",
-        correction="any",
+        may_correct=True,
     ),
     "quantised": Cause(
         "a quantised sampler",
@@ -308,14 +307,14 @@ CAUSES: dict[str, Cause] = {
         "`auto` corrects for it: this gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 with FP8 "
         "and INT8, depending on the model; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value "
         "cache in 16 bits.",
-        correction="any",
+        may_correct=True,
     ),
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed ones",
         Test(precision.weights, 0.12, 0.25),
         "Sample with weights in the trainer's precision, or quantise the trainer in the same way. If nothing is quantised, "
         "compare a weight in the engine with the trainer's. If the sampler lags on purpose, set `trainer.rollout_step`.",
-        correction="any",
+        may_correct=True,
         fallback=Test(precision.noisy_weights, 0.55, 0.65),
     ),
     "head": Cause(
@@ -324,7 +323,7 @@ CAUSES: dict[str, Cause] = {
         "Let the head compute in float32 on both sides: recipe grpo/fp32_head.yaml.",
         _FLOAT32_HEADS,
         _SMALLER,
-        correction="any",
+        may_correct=True,
         normal=True,
     ),
     "rounding": Cause(
@@ -334,7 +333,7 @@ CAUSES: dict[str, Cause] = {
         "(recipe grpo/fp32_head.yaml). float16 on both sides makes it much smaller (recipe grpo/fp16.yaml).",
         _FLOAT32_HEADS,
         _SMALLER,
-        correction="any",
+        may_correct=True,
         normal=True,
     ),
 }

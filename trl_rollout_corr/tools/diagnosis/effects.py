@@ -56,9 +56,8 @@ EFFECTS: dict[str, Cause] = {
         "weights of whole completions, which shrink with length",
         Test(whole_completions, 0.2, 0.3),
         "Each completion gets one weight, the product of its tokens' ratios, so even a small gap adds up: every step is "
-        "smaller than `learning_rate` says, and long completions count least. Use token weights.",
-        {"rollout_is": "token"},
-        "The run uses token weights already, so another setting is the reason.",
+        "smaller than `learning_rate` says, and long completions count least.",
+        may_correct=True,
     ),
     "frozen_base": Cause(
         "frozen weights that change with each push",
@@ -68,5 +67,6 @@ EFFECTS: dict[str, Cause] = {
         "writes to it.",
         {"model_init_kwargs": {"dtype": "float32"}},
         "The base is in float32 already, so other code writes to it.",
+        may_correct=True,
     ),
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..monitor.bands import NEGLIGIBLE
+from ..bands import NEGLIGIBLE
 from .observed import BINS, DumpedTokens, mean_of_equal
 
 

@@ -47,11 +47,12 @@ class DumpedTokens:
         movement: float = float("nan"),
         *,
         quiet: bool = False,
+        harmed: bool = False,
         age: float | None = None,
         scored_again: Sequence[tuple[int, float, float]] = (),
         entropy: Mapping[int, float] | None = None,
     ):
-        self.settings, self.fields, self.about = settings, fields, about
+        self.settings, self.fields, self.about, self.harmed = settings, fields, about, harmed
         self.movement, self.quiet, self.age, self.scored_again = movement, quiet, age, scored_again
         self.entropy = entropy or {}
         self._sequences, counted = sequences, sequences.counted

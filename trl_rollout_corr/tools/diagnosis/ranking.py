@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ...settings.resolve import Settings
-from ..monitor.advice import clips_by_trl
+from ..decision import Decision, decide, gap_of
 from ..monitor.rules import BOUNDS
+from ..run_facts import clips_by_trl
 from .causes import CAUSES, Cause, Test
 from .drift import NONE, with_equal_weights
 from .effects import EFFECTS
@@ -15,6 +16,7 @@ from .parts import where
 from .precision import noise_floor
 
 
+LIKELY = 0.7  # certainty above which a cause is more than possible
 LEAST = 30  # fewest tokens for a diagnosis
 _AS_WELL = 0.9  # another cause above this part of certainty times share explains the dump as well
 _REST = 0.3  # unexplained share of d^2 above which the search looks for diffuse causes
@@ -107,24 +109,40 @@ class Diagnosis(NamedTuple):
     where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that cause the whole gap
     age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if unknown
     surprise: tuple[float, float, float] | None = None  # mean of -log p, entropy, and error; `None` if unknown
+    harmed: bool = False  # the run shows an alarm that a correction concerns, or lost much of its gradient
+
+    @property
+    def corrects(self) -> bool:
+        """True if the loss corrects for the gap, here or in TRL."""
+        acts = self.settings is not None and self.settings.corrects
+        return acts or clips_by_trl(self.settings, self.fields)
+
+    @property
+    def decision(self) -> Decision:
+        """The correction to set."""
+        hides = any(not (x.cause.may_correct or x.cause.normal) and x.certainty > LIKELY for x in self.findings)
+        harmed = self.harmed or any(x.name == "whole_completions" for x in self.findings)
+        # what a correction tolerates without an alarm is small
+        gap = "small" if self.corrects and self._is_quiet and self.size >= LARGE else gap_of(self.size)
+        return decide(self.settings, self.fields, gap=gap, is_harmed=harmed, hides_mistake=hides)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """True if neither the log of the run nor its dump shows a gap above the limit of a corrected run."""
+        return self.quiet and self.k3 <= BOUNDS["k3_corrected"].limit
 
     @property
     def expected(self) -> bool:
-        """
-        True if a run corrects for a gap that comes only from old or quantised weights and normal
-        causes.
-        """
+        """True if the gap comes only from old or quantised weights and normal causes, and no correction is to be set."""
         names = {x.name for x in self.findings if not x.cause.normal}
-        small = self.size < LARGE or (self.quiet and self.k3 <= BOUNDS["k3_corrected"].limit)
-        acts = self.settings is not None and self.settings.corrects
-        corrects = acts or clips_by_trl(self.settings, self.fields)
-        return bool(names) and corrects and small and names <= {"stale", "quantised"}
+        small = self.size < LARGE or self._is_quiet
+        return bool(names) and small and names <= {"stale", "quantised"} and not self.decision.set
 
     @property
     def healthy(self) -> bool:
         """True if nothing needs to be done, because the gap is absent, normal or expected."""
         normal = self.verdict == "found" and self.size < LARGE and all(x.cause.normal for x in self.findings)
-        return self.verdict in ("nothing", "small") or normal or self.expected
+        return (self.verdict in ("nothing", "small") or normal or self.expected) and not self.decision.set
 
 
 def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
@@ -172,6 +190,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         parts,
         o.age,
         o.surprise,
+        o.harmed,
     )
 
 

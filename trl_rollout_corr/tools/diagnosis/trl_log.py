@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...messages import capitalized
+from ..decision import KEEPS_TRL
 from ..monitor.stock import GAP, LENGTH, RATIO, value_of
 from ..text import number, yaml_lines
 
@@ -22,7 +23,6 @@ _SUDDEN = 50  # optimizer steps within which something breaks; drift takes longe
 _LARGE = 0.1  # nats per token, more than rounding causes on average
 _MUCH = 0.05  # nats per token that the ratio of a completion takes, more than rounding costs on average
 _MANY = 20  # one in this many entries is averaged at each end
-_AT_ONCE = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
 class Suspicion(NamedTuple):
@@ -104,7 +104,7 @@ _LENGTH = Suspicion(
     "TRL's default gives each completion one weight, the product of its tokens' ratios. Rounding alone adds up there, so "
     "long completions hardly learn.",
     "Use token weights.",
-    _AT_ONCE,
+    KEEPS_TRL.set,
 )
 _DISTORTED = Suspicion(
     "truncation",

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from ...messages import PREFIX
 from ...settings.fields import FIELDS
-from ..monitor.advice import known_age
+from ..run_facts import known_age
 from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
 from .folder import files_of, read_logs

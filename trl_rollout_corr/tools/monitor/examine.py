@@ -1,14 +1,12 @@
 """The rules applied to the log of a run, window after window."""
 
-import json
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ...messages import SettingError, nearest
+from ...settings.fields import PARSERS
 from ...settings.resolve import Settings
 from .history import WITHOUT_METRICS, as_logged, is_window
 from .rule import Alarm, Bound
@@ -124,22 +122,12 @@ def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
     """Limits by name of a bound, with `None` for a bound that is off; also from JSON."""
-    field = "rollout_monitor_bounds"
-    if isinstance(bounds, str):  # from a command line
-        with suppress(json.JSONDecodeError):
-            bounds = json.loads(bounds)
-    if bounds is None:
-        return {}
-    if not isinstance(bounds, Mapping):
-        raise SettingError(field, bounds, allowed='numbers, or None, by name of a bound, such as {"staleness": 32}')
-    for name, limit in bounds.items():
+    limits = PARSERS["rollout_monitor_bounds"](bounds) or {}
+    for name in limits:
         if name not in BOUNDS:
             remedy = f"{nearest(name, BOUNDS)} Available bounds: {', '.join(BOUNDS)}.".strip()
-            raise SettingError(field, bounds, f"and {name!r} is not a bound", remedy=remedy)
-        if limit is not None and not _is_number(limit):
-            allowed = "a number, or None to switch the bound off"
-            raise SettingError(field, limit, allowed=allowed, part=f"for {name!r}")
-    return dict(bounds)
+            raise SettingError("rollout_monitor_bounds", bounds, f"and {name!r} is not a bound", remedy=remedy)
+    return dict(limits)
 
 
 def is_small(history: Iterable[Mapping[str, object]]) -> bool:
@@ -149,13 +137,6 @@ def is_small(history: Iterable[Mapping[str, object]]) -> bool:
     gaps = [Window(entry, None).get("k3_kl") for entry in history if is_training_window(entry)]
     known = [gap for gap in gaps if gap is not None]
     return bool(known) and max(known) <= BOUNDS["k3_corrected"].limit
-
-
-def _is_number(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    except OverflowError:  # an integer larger than all floats
-        return False
 
 
 def examine(

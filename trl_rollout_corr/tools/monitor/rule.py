@@ -74,6 +74,11 @@ class Bound:
         return self.key if "/" in self.key else PREFIX + self.key
 
     @property
+    def asks_for_correction(self) -> bool:
+        """True if its message says which correction to set."""
+        return "{correct}" in self.advice
+
+    @property
     def most(self) -> int:
         """Smallest number of windows above half of `patience`."""
         return self.patience // 2 + 1

@@ -4,7 +4,7 @@ from typing import Any
 
 from . import conditions
 from .rule import Bound
-from .texts import FRESHER, LARGE_K3, MOMENTUM, WIDEN
+from .texts import FRESHER, LARGE_K3, MOMENTUM
 
 
 def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
@@ -107,7 +107,7 @@ RULES = [
             "far": 10.0,
             "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and {corrects}.",
             "why": "{corrected}",
-            "advice": "{leave} {close}",
+            "advice": "{correct} {close}",
             "applies": lambda window: window.corrects is not False,
         },
         {
@@ -162,8 +162,7 @@ RULES = [
         key="kl",
         foretells_collapse=True,
         seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
-        advice="{closer} {correct} Do not widen `rollout_rs_threshold`; you can wait while accuracy on held-out prompts "
-        "still rises.",
+        advice="{correct} {closer} You can wait while accuracy on held-out prompts still rises.",
         patience=5,
         lasting=15,
         measure=conditions.lasting_gap,
@@ -235,7 +234,7 @@ RULES = [
             "seen": "The mean importance weight of completions{length} is {value:.2g}, below {limit:g}.",
             "why": "This may be chance in a small batch. {fell} Every step is that much smaller than `learning_rate` "
             "says, and long completions count least.",
-            "advice": "{token_level} {grown} {closer}",
+            "advice": "{correct} {grown}",
             "applies": lambda window: window.of_completions,
         },
         {
@@ -244,15 +243,14 @@ RULES = [
             "below": True,
             "why": "Weights of whole completions shrink with length, even if nothing is wrong. Otherwise sampler and trainer "
             "are far apart, and the run takes smaller steps than `learning_rate` says.",
-            "advice": "{token_level} {dropped} {closer}",
+            "advice": "{correct}",
         },
         {
             "name": "weight_mean_high",
             "limit": 2.0,
             "why": "A few tokens with a huge weight may raise the mean, and so may wrong log-probabilities. The mean "
             "multiplies the optimizer step, so it should be near 1.",
-            "advice": "{token_level} {lower_cap} Check that the log-probabilities are taken after temperature and belong to "
-            "their tokens.",
+            "advice": "{correct} Check that the log-probabilities are taken after temperature and belong to their tokens.",
         },
         key="rollout_is_mean",
         far=10.0,
@@ -267,7 +265,7 @@ RULES = [
         below=True,
         seen="The effective sample size of the weights is {value:.2g}, below {limit:g}.",
         why="A few tokens or completions determine the gradient, so it is noisy.",
-        advice="{token_level} {dropped} {lower_cap}",
+        advice="{correct}",
         applies=lambda window: window.weights_act,
     ),
     _rule(
@@ -277,7 +275,7 @@ RULES = [
         seen="A share of {value:.2g} of the tokens is rejected, above {limit:g}.",
         why="This may be chance in a small batch. Otherwise too few tokens are left to train on, and they are not a fair "
         "sample of the completions.",
-        advice=f"{WIDEN} {{closer}}",
+        advice="{correct}",
         returns=False,
     ),
     _rule(
@@ -299,8 +297,8 @@ RULES = [
         below=True,
         seen="All tokens were rejected or have no gradient (`effective_lr` is {value:.2g}).",
         why=f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
-        advice="If `k3_kl` is as before, the bounds are too tight: {bounds}. If `k3_kl` has "
-        "grown, find out why the sampler is so far from the trainer.",
+        advice="If `k3_kl` has grown, find out why the sampler is so far from the trainer. Otherwise the bounds are too "
+        "tight. {correct}",
         applies=lambda window: not window.only_measures,
         returns=False,
         covers=("rejected", "weight_mean_low", "weight_of_completions", "effective_sample_size"),

@@ -3,17 +3,13 @@
 from collections.abc import Callable, Mapping
 from string import Formatter
 
-from .advice import STALE_WEIGHTS, Advice, advise, in_words, to_leave
+from ..decision import decide, in_words
 from .windows import Window
 
 
 FRESHER = (
     "Push weights to the sampler more often (lower `steps_per_generation` or `num_iterations`, in asynchronous training "
     "`weight_sync_steps` or `max_staleness`)"
-)
-WIDEN = (
-    "If as many tokens were rejected at the start of the run, widen `rollout_rs_threshold` (`trl-rollout-corr compare` names "
-    "bounds that fit). If the share grew together with `k3_kl`, leave the bounds as they are."
 )
 MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay still change the weights."
 
@@ -104,26 +100,6 @@ _NO_TOKENS = {
 }
 
 
-# Advice about weights and bounds: with TRL's own correction, whose fields decide, with ours, and if
-# that is unknown
-_TO_TOKENS = {
-    "trl": "Set `vllm_importance_sampling_mode` to token_truncate{or_preset}.",
-    "ours": "Set `rollout_is` to token.",
-    "unknown": "If each completion gets a single weight, use token weights: set `rollout_is` to token, or with "
-    "`rollout_correction: trl` set `vllm_importance_sampling_mode` to token_truncate.",
-}
-_LOWER_CAP = {
-    "trl": "Lower `vllm_importance_sampling_clip_max` if it is above 1{or_set_preset}.",
-    "ours": "Lower `rollout_is_threshold` if it is above 1; a higher cap did not help in our runs.",
-    "unknown": "Otherwise lower the cap on the weights if it is above 1; a higher cap did not help in our runs.",
-}
-_DROPPED = {
-    "trl": "If `rollout_is_oob_ratio` is high, set `vllm_importance_sampling_mode` to token_truncate.",
-    "ours": "If `rollout_is_oob_ratio` is high, widen `rollout_is_threshold`.",
-    "unknown": "If `rollout_is_oob_ratio` is high, widen the bounds of the weights.",
-}
-
-
 # Mean weight of completions at the start above which length alone does not explain a low one now
 _NEAR_1 = 0.9
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios."
@@ -160,76 +136,6 @@ def _about_broken(window: Window) -> str:
     if settings.by_trl or window.clips_by_trl:
         return _BROKEN["trl"]
     return _BROKEN[settings.rollout_nan_policy] if settings.corrects else _BROKEN["uncorrected"]
-
-
-def _token_level(window: Window) -> str:
-    """How to set weights of tokens; empty if they are set."""
-    bounding = window.bounding
-    if bounding is not None and bounding.level == "token":
-        return ""
-    or_preset, _ = _or_preset(window)
-    return _TO_TOKENS[_mode(window)].format(or_preset=or_preset)
-
-
-def _dropped(window: Window) -> str:
-    """
-    Advice if weights outside the bounds are 0; empty if none act, or if `_token_level` says it.
-    """
-    mode, bounding = _mode(window), window.bounding
-    if mode == "unknown":
-        return _DROPPED[mode]
-    drops = bounding is not None and bounding.drops
-    said = mode == "trl" and bounding is not None and bounding.level != "token"
-    return _DROPPED[mode] if drops and not said else ""
-
-
-def _lower_cap(window: Window) -> str:
-    """How to limit token weights; empty for other weights."""
-    mode, bounding = _mode(window), window.bounding
-    if mode != "unknown" and (bounding is None or bounding.level != "token"):
-        return ""
-    _, or_set_preset = _or_preset(window)
-    return _LOWER_CAP[mode].format(or_set_preset=or_set_preset)
-
-
-def _mode(window: Window) -> str:
-    """The fields that decide about weights: `"trl"`, `"ours"`, or `"unknown"`."""
-    if window.settings is None:
-        return "unknown"
-    return "trl" if window.settings.by_trl else "ours"
-
-
-def _or_preset(window: Window) -> tuple[str, str]:
-    """
-    The preset that can replace TRL's weights, as the end of a sentence about settings, and of
-    another one.
-    """
-    best, fresh = _advice(window)
-    preset = best.settings.get("rollout_correction", "trl")
-    if preset == "trl" or best.remove:  # then it is more than one field
-        return "", ""
-    where = "" if fresh is None else f"for {STALE_WEIGHTS} "
-    return f", or {where}`rollout_correction` to {preset}", f", or {where}set `rollout_correction` to {preset}"
-
-
-def _bounds(window: Window) -> str:
-    """Settings to change if the bounds reject too much."""
-    settings, bounding = window.settings, window.bounding
-    if settings is None:
-        return "widen them"
-    if settings.by_trl:
-        or_preset, _ = _or_preset(window)
-        of_trl = "" if bounding is None else ", or `vllm_importance_sampling_mode` to token_truncate"
-        values = f"{of_trl}{or_preset}".removeprefix(", or ")
-        return f"set {values}" if values else "widen them"
-    drops = bounding is not None and bounding.drops
-    own = {"rollout_rs_threshold": bool(settings.criteria), "rollout_is_threshold": drops}
-    return f"widen {' or '.join(f'`{name}`' for name, acts in own.items() if acts) or 'them'}"
-
-
-def _advice(window: Window) -> Advice:
-    """The correction to set for the gap of a window."""
-    return advise(window.settings, window.age, window.fields)
 
 
 def origin(window: Window) -> str:
@@ -357,14 +263,10 @@ def _some_texts(window: Window) -> str:
 
 
 _SENTENCES: dict[str, Callable[[Window], str]] = {
-    "correct": lambda window: in_words(_advice(window), window.settings),
+    "correct": lambda window: in_words(decide(window.settings, window.fields, is_harmed=True)),
     "length": _length,
     "fell": _fell,
     "grown": _grown,
-    "token_level": _token_level,
-    "dropped": _dropped,
-    "lower_cap": _lower_cap,
-    "bounds": _bounds,
     "broken": _about_broken,
     "uncorrected": _uncorrected,
     "corrected": _corrected,
@@ -372,7 +274,6 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "diagnose": lambda window: _DIAGNOSE[window.settings is not None and window.settings.rollout_diagnose],
     "cut": _cut,
     "corrects": lambda window: _UNKNOWN if window.settings is None else "the run corrects for it",
-    "leave": lambda window: to_leave(_advice(window), window.settings),
     "close": lambda window: _CLOSE[origin(window)],
     "closer": _closer,
     "find": lambda window: _FIND,

@@ -10,7 +10,7 @@ from typing import Any
 from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
-from .advice import clips_by_trl, known_age, samples_with_8_bits
+from ..run_facts import clips_by_trl, known_age, samples_with_8_bits
 
 
 # Types of a key-value cache that round no more than the model does

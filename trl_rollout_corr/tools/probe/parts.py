@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from ...messages import capitalized
+from ..decision import in_words
 from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.evidence import FLOOR, Evidence
 from ..diagnosis.ranking import Diagnosis, Finding
@@ -284,9 +285,9 @@ def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
     first = max(causes, key=lambda finding: finding.share, default=None)
     if first is not None and first.share >= gain:
         remedy, settings = remedy_for(diagnosis, first)
-        return Answer(
-            first.share, f"{capitalized(first.cause.title)} explains {_share(first.share)} of d^2. {remedy}", settings
-        )
+        decision = diagnosis.decision
+        text = f"{capitalized(first.cause.title)} explains {_share(first.share)} of d^2. {remedy} {in_words(decision)}"
+        return Answer(first.share, text, {**settings, **decision.set})
     if best is None:
         nothing = "No setting that was tried makes the gap much smaller"
         return Answer(0.0, f"{nothing}: leave them as they are." if diagnosis.healthy else f"{nothing}.", {})

@@ -13,8 +13,8 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.of_trl import given_to_trl
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
-from ..analysis.recommend import recommend
 from ..analysis.run import Run
+from ..decision import in_words
 from ..diagnosis import trl_log
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
 from ..diagnosis.trl_log import RatioCourse, suspicions
@@ -136,8 +136,6 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     for finding in diagnosis.findings:
         certainty = percent(round(finding.certainty, 2))
         remedy, settings = remedy_for(diagnosis, finding)
-        if diagnosis.expected:
-            remedy, settings = f"Nothing has to be done. A smaller gap is possible: {finding.cause.remedy}", {}
         cards.append(
             Card(
                 capitalized(finding.cause.title),
@@ -187,11 +185,11 @@ def _tokens(sequences: Sequences, lost: Lost, settings: Settings | None) -> list
 def _settings(facts: Facts) -> Section:
     settings = facts.run.settings
     if settings is None and facts.run.dump is not None:
-        text = (
-            "The dump does not say with which settings it was written, so this page assumes no correction, and "
-            "recommends none."
-        )
-        return Section("settings", "Settings", cards=[Card("Unknown settings", text)])
+        text = "The dump does not say with which settings it was written, so this page assumes no correction."
+        decision = facts.diagnosis.decision if facts.diagnosis else None
+        said, fields = (in_words(decision), decision.set) if decision else ("", {})
+        cards = [Card("Unknown settings", f"{text} {said}".strip(), yaml=yaml_lines(fields))]
+        return Section("settings", "Settings", cards=cards)
     if settings is None:
         text = "Set `rollout_dump_dir`, train a few steps, and report on the folder of the run."
         fields = "rollout_dump_dir: dump\n"
@@ -200,19 +198,15 @@ def _settings(facts: Facts) -> Section:
             fields = f"rollout_correction: trl\n{fields}"
         return Section("settings", "Settings to try", cards=[Card("A dump first", text, yaml=fields)])
     text = "Settings of the run, except for the monitor and the dump."
-    best = None
-    if facts.diagnosis is not None and facts.run.dump is not None:
-        dump = facts.run.dump
-        best = recommend(settings, facts.alarms, facts.diagnosis.size, dump.age, dump.settings)
-    if best is None or not best.settings:
-        text = text if best is None else f"{text} {best.reason}"
-        return Section("settings", "Settings", cards=[Card("This run", text, yaml=yaml_lines(_own(facts.run)))])
-    shows = "`trl-rollout-corr compare` shows the effect of every preset on this dump, and bounds that fit."
-    cards = [
-        Card("This run", text, yaml=yaml_lines(_own(facts.run))),
-        Card("To try", f"{best.reason} {shows}", yaml=yaml_lines(best.settings)),
-    ]
-    return Section("settings", "Settings to try", cards=cards)
+    of_run = Card("This run", text, yaml=yaml_lines(_own(facts.run)))
+    if facts.diagnosis is None:
+        return Section("settings", "Settings", cards=[of_run])
+    decision = facts.diagnosis.decision
+    if not decision.set:
+        return Section("settings", "Settings", cards=[of_run, Card("Leave them", in_words(decision))])
+    shows = "`trl-rollout-corr compare` shows the effect of every preset on this dump."
+    to_try = Card("To try", f"{in_words(decision)} {shows}", yaml=yaml_lines(decision.set))
+    return Section("settings", "Settings to try", cards=[of_run, to_try])
 
 
 def _span(of: Any) -> str:

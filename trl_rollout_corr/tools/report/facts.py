@@ -7,9 +7,9 @@ import pandas as pd
 
 from ...messages import PREFIX
 from ..analysis.run import Run
+from ..bands import HEALTHY, in_words
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
 from ..diagnosis.trl_log import RatioCourse, course_of, headline, suspicions
-from ..monitor.bands import HEALTHY, in_words
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
@@ -55,7 +55,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     fields = {} if run.dump is None else run.dump.settings
     course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
     alarms = alarms_of_log(run.entries, run.settings, num_iterations=iterations_of(fields), fields=fields)
-    diagnosis = None if letter else _diagnose(run, quiet=not alarms and is_small(run.entries))
+    diagnosis = None if letter else _diagnose(run, alarms)
     return Facts(name, letter, run, windows, alarms, diagnosis, course)
 
 
@@ -73,8 +73,9 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
     if facts.course is not None and (found := suspicions(facts.course)):
         return "warning", "Look into it", f"{headline(found)}."
-    is_expected = facts.diagnosis is not None and facts.diagnosis.expected
-    expected = " Its gap is expected, and is corrected." if is_expected else ""
+    expected = ""
+    if facts.diagnosis is not None and facts.diagnosis.expected:
+        expected = f" Its gap is expected{', and is corrected' if facts.diagnosis.corrects else ''}."
     if doubts := _outside(facts.run) + _without_advantages(facts.run):
         return "unknown", "No alarm", f"No alarm was raised in {facts.windows}, but {'; '.join(doubts)}.{expected}"
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
@@ -110,10 +111,11 @@ def is_healthy(metric: str, value: float) -> bool:
     return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 
 
-def _diagnose(run: Run, *, quiet: bool) -> Diagnosis | None:
+def _diagnose(run: Run, alarms: list[Alarm]) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        return diagnose(observe_dump(run.dump, settings_of_run(run.dump.settings), quiet=quiet))
+        settings = settings_of_run(run.dump.settings)
+        return diagnose(observe_dump(run.dump, settings, alarms, small=is_small(run.entries)))
     except ValueError:  # too few tokens
         return None

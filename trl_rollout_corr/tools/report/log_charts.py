@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ...messages import PREFIX
-from ..monitor.bands import HEALTHY, in_words
+from ..bands import HEALTHY, in_words
 from ..monitor.stock import CLIPPED, GAP, LENGTH, RATIO
 from ..text import number, percent
 from .facts import Facts, is_healthy

@@ -1,0 +1,319 @@
+"""One table says which correction to set, and every voice prints its sentence."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import warnings
+
+import pytest
+import yaml
+
+import trl_rollout_corr
+from tests.dumps import make_dump
+from tests.launching import HAS_ASYNCHRONOUS, ROOT
+from trl_rollout_corr import RolloutCorrectionConfig, examine
+from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.messages import PREFIX, SettingWarning
+from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.decision import (
+    ADVISED,
+    KEEPS_TRL,
+    ROWS,
+    Situation,
+    decide,
+    gap_of,
+    has_preset,
+    in_words,
+    row_of,
+)
+from trl_rollout_corr.tools.diagnosis.causes import CAUSES
+from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
+from trl_rollout_corr.tools.diagnosis.evidence import Evidence
+from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
+from trl_rollout_corr.tools.diagnosis.text import remedy_for
+from trl_rollout_corr.tools.dump import folder as dump
+from trl_rollout_corr.tools.dump.folder import files_of, read_logs
+from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
+from trl_rollout_corr.tools.dump.reading import read_table
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
+from trl_rollout_corr.tools.monitor.texts import fill
+from trl_rollout_corr.tools.monitor.windows import Window
+from trl_rollout_corr.tools.report.compose import compose
+from trl_rollout_corr.tools.report.facts import analyse
+from trl_rollout_corr.tools.run_facts import known_age
+
+
+MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}
+CLASSES = {
+    name: getattr(trl_rollout_corr, f"RolloutCorrected{name}Config")
+    for name in ("GRPO", "RLOO", *(["AsyncGRPO"] if HAS_ASYNCHRONOUS else []))
+}
+MODE = "vllm_importance_sampling_mode"
+SETTINGS = {
+    "trl": {"rollout_correction": "trl"},
+    "trl, token weights": {"rollout_correction": "trl", MODE: "token_truncate"},
+    "disabled": {"rollout_correction": "disabled"},
+    "auto": {"rollout_correction": "auto"},
+    "token weights": {"rollout_correction": "decoupled_token_is"},
+    "PPO around the sampler": {"rollout_correction": "bypass_ppo_clip"},
+    "DPPO": {"rollout_correction": "bypass_dppo_tv"},
+    "weights of completions": {"rollout_is": "sequence"},
+}
+AGES = {"fresh": 0, "stale": 4, "unknown": None}
+GAPS = {"small": 0.03, "large": 0.3}  # root mean square of the log-ratio, in nats
+
+
+def config_of(trainer, fields):
+    """A configuration of a trainer; fields that only GRPO has are left out elsewhere."""
+    vllm = {} if trainer == "AsyncGRPO" else {"use_vllm": True, "vllm_mode": "colocate"}
+    fields = {name: x for name, x in fields.items() if trainer == "GRPO" or name != MODE}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SettingWarning)
+        return CLASSES[trainer](**MACHINE, **vllm, **fields)
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+SITUATIONS = [
+    Situation(gap, *flags)
+    for gap in ("none", "small", "large")
+    for flags in itertools.product((False, True), repeat=4)
+]
+
+
+def test_every_situation_has_a_row_and_every_row_a_situation():
+    assert {id(row_of(situation)) for situation in SITUATIONS} == {*map(id, ROWS)}
+
+
+def test_the_evidence_of_every_row_is_a_heading():
+    page = (ROOT / "benchmarks/arena/EVIDENCE.md").read_text()
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    assert {row.evidence for row in (*ROWS, KEEPS_TRL)} <= {*headings}
+
+
+@pytest.mark.parametrize("trainer", CLASSES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_decision_sets_is_in_effect_and_then_nothing_is_left_to_set(trainer, name):
+    config = config_of(trainer, SETTINGS[name])
+    for fields in (vars(config), settings_in_effect(config, config.settings)):
+        decision = decide(config.settings, fields)
+        assert (decision.set == {}) == (name == "auto")
+        kept = {x: y for x, y in SETTINGS[name].items() if x not in decision.remove}
+        after = config_of(trainer, {**kept, **decision.set})
+        assert has_preset(after.settings, "auto")
+        assert decide(after.settings, vars(after)).set == {}
+        of_completions = trainer == "GRPO" and name == "trl"
+        assert ("To keep TRL's loss" in in_words(decision)) == of_completions
+
+
+def test_a_part_of_the_correction_is_not_the_correction():
+    for changed in (
+        {"rollout_rs": None},
+        {"rollout_is": None},
+        {"rollout_is_threshold": 2.0},
+        {"rollout_metrics_only": True},
+    ):
+        settings = RolloutCorrectionConfig(rollout_correction="auto", **changed).settings
+        decision = decide(settings, {})
+        assert decision.set == ADVISED
+        assert {*changed} <= {*decision.remove}
+        assert f"remove `{decision.remove[0]}`" in in_words(decision)
+
+
+def test_a_loss_that_takes_no_correction_is_left():
+    config = config_of("GRPO", {"loss_type": "vespo"})
+    assert decide(config.settings, vars(config)).set == {}
+    assert "`loss_type: vespo`" in in_words(decide(config.settings, vars(config)))
+
+
+def test_an_unknown_run_is_told_unless_it_has_it():
+    assert in_words(decide(None, {})).startswith("Set `rollout_correction` to auto, unless the run has it. ")
+
+
+def test_gaps_are_small_up_to_the_healthy_limit():
+    assert [gap_of(x) for x in (0.001, 0.03, 0.099, 0.11, 1.0)] == ["none", "small", "small", "large", "large"]
+
+
+def test_an_age_is_known_from_the_second_step_on():
+    """In the first step, all weights are fresh, whatever follows."""
+    assert [known_age(0.0, step) for step in (1, 2)] == [None, 0.0]
+    assert [known_age(2.0, step) for step in (1, 2)] == [2.0, 2.0]
+    assert [known_age(None, step) for step in (1, 5)] == [None, None]
+
+
+# Every voice ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder, trainer, name, age, spread):
+    """A tiny dump of a run of this trainer, with these settings and this age."""
+    config = config_of(trainer, SETTINGS[name])
+    own = {field.name: getattr(config.settings, field.name) for field in dataclasses.fields(RolloutCorrectionConfig)}
+    made = {**own, "rollout_correction": None} if config.settings.by_trl else SETTINGS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SettingWarning)
+        make_dump(folder, steps=2, rows=24, length=24, spread=spread, tools=False, settings=made)
+    for path in files_of(folder):
+        table, *_ = read_table(path)
+        rows = [{**row, "staleness": age} for row in table.to_pylist()]
+        step = rows[0]["step"]
+        dump.write_rows(folder, step, 0, rows, settings_in_effect(config, config.settings))
+    if age is not None:
+        logs = [{**entry, f"{PREFIX}staleness_max": float(age)} for entry in read_logs(folder)]
+        (folder / "logs.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in logs))
+    return config
+
+
+def said_by_all(folder, config, capsys):
+    """What each voice says to set, and its sentences."""
+
+    def printed(command):
+        capsys.readouterr()
+        code = main([command, str(folder), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, diagnosed = printed("diagnose")
+    _, compared = printed("compare")
+    facts = analyse(read_run(str(folder)), "run", "")
+    (of_page,) = [section.cards[1] for section in compose([facts]).sections if section.name == "settings"]
+    alarms = examine(read_logs(folder), config.settings, fields=vars(config))
+    named = [alarm.advice for alarm in alarms if BOUNDS[alarm.bound].asks_for_correction]
+    return code, diagnosed, compared["recommendation"], of_page, named
+
+
+@pytest.mark.parametrize("trainer", CLASSES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_all_voices_say_the_same(trainer, name, tmp_path, capsys):
+    """48 runs with three ages and two gaps for each trainer: no voice contradicts another."""
+    for (age, steps), (gap, spread) in itertools.product(AGES.items(), GAPS.items()):
+        folder = tmp_path / f"{age}-{gap}"
+        config = write(folder, trainer, name, steps, spread)
+        code, diagnosed, compared, card, alarms = said_by_all(folder, config, capsys)
+        where = f"{trainer}, {name}, {age}, {gap}"
+        correction = diagnosed["correction"]
+        assert {key: compared[key] for key in correction} == correction, where
+        assert correction["why"] in card.text, where
+        assert bool(card.yaml) == bool(correction["settings"]), where
+        assert [advice for advice in alarms if correction["why"] not in advice] == [], where
+        sets = correction["settings"] == ADVISED
+        assert sets == (gap == "large" and name != "auto"), where
+        assert not (sets and code == 0), where
+        assert not (sets and diagnosed["healthy"]), where
+
+
+def test_an_alarm_about_the_weights_of_a_run_with_a_small_gap_is_no_leave(tmp_path, capsys):
+    """The dump looks healthy, and the log of the run does not: what the alarm says counts for all."""
+    settings = {"rollout_correction": "decoupled_token_is"}
+    folder = make_dump(tmp_path / "dump", steps=4, spread=0.03, settings=settings)
+    main(["compare", str(folder), "--json"])
+    assert json.loads(capsys.readouterr().out)["recommendation"]["settings"] == {}
+    entries = [{**entry, f"{PREFIX}rollout_is_mean": 0.3} for entry in read_logs(folder)]
+    (folder / "logs.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    for command, key in (("compare", "recommendation"), ("diagnose", "correction")):
+        main([command, str(folder), "--json"])
+        assert json.loads(capsys.readouterr().out)[key]["settings"] == ADVISED
+
+
+# What texts name exists ----------------------------------------------------------------------------------------------
+
+KNOWN = {name for config_class in CLASSES.values() for name in config_class.__dataclass_fields__}
+METRICS = {
+    "kl": 0.05, "k3_kl": 0.05, "kl_advantage_positive": 0.05, "effective_lr": 0.5, "nonfinite_fraction": 0.2,
+    "staleness_max": 0.0, "rollout_is_mean": 0.4, "rollout_is_eff_sample_size": 0.1, "rollout_rs_masked_fraction": 0.6,
+    "rollout_is_veto_fraction": 0.2, "bit_equal": 0.1, "rollout_is_oob_ratio": 0.5,
+}  # fmt: skip
+STATES = {
+    "open": {"staleness_max": math.nan},
+    "old": {"staleness_max": 8.0},
+    "fresh": {},
+    "start": {"k3_kl": 0.3, "kl": 0.3},
+}
+
+
+def has_what_is_named(text, trainer):
+    """Each field that a text names is one of the trainer, unless it says that the trainer lacks it."""
+    asynchronous = trainer == "AsyncGRPO"
+    text = re.sub(r"`steps_per_generation` or `num_i\w+`" if asynchronous else r", in asynchronous .*?\)", "", text)
+    lacking = {
+        *itertools.chain(*re.findall(r"This trainer has no `(\w+)`|If `(\w+)` is set", text)),
+        "generation_kwargs",
+    }
+    named = {*re.findall(r"`(\w+)(?:`|: )", text)} & KNOWN - lacking
+    assert named <= {*CLASSES[trainer].__dataclass_fields__}, text
+
+
+@pytest.mark.parametrize("trainer", CLASSES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_alarms_and_causes_name_what_the_trainer_has(trainer, name):
+    config = config_of(trainer, SETTINGS[name])
+    for bound, state in itertools.product(BOUNDS.values(), STATES.values()):
+        metrics = {f"{PREFIX}{key}": x for key, x in {**METRICS, **state}.items()}
+        window = Window(
+            {**metrics, "completions/clipped_ratio": 0.9, "step": 12}, config.settings, fields=vars(config)
+        )
+        window.course.add(window)
+        if bound.applies(window):
+            has_what_is_named(fill(bound.advice, window, value=0.4, limit=0.5, side="below"), trainer)
+    absent = {"adapter_missing"} if trainer != "AsyncGRPO" else set()
+    in_effect = settings_in_effect(config, config.settings)
+    for cause in sorted({*CAUSES, *EFFECTS} - absent):
+        finding = Finding(cause, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
+        diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, config.settings, in_effect)
+        text, settings = remedy_for(diagnosis, finding)
+        has_what_is_named(text, trainer)
+        after = config_of(trainer, {**SETTINGS[name], **settings})
+        assert {key: getattr(after, key) for key in settings} == settings
+
+
+def test_weights_that_are_fresh_cannot_be_pushed_more_often():
+    config = config_of("GRPO", SETTINGS["disabled"])
+    window = Window({f"{PREFIX}k3_kl": 0.02, f"{PREFIX}staleness_max": 0.0, "step": 12}, config.settings)
+    window.course.add(Window({f"{PREFIX}k3_kl": 0.001, f"{PREFIX}kl": 0.001, "step": 1}, config.settings))
+    text = fill(BOUNDS["unlearning"].advice, window, value=0.4, limit=0.5, side="above")
+    assert "more often" not in text
+    assert "the weights that sample are fresh already" in text
+
+
+HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
+
+
+def values_in(text):
+    """Fields and values that a text says to set."""
+    pairs = re.findall(r"`(\w+)` to (\w+)", text) + re.findall(r"`(\w+): ([^`]+)`", text)
+    return [(name, yaml.safe_load(value)) for name, value in pairs if name in KNOWN and value not in ("it", "their")]
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("GRPO", {"rollout_correction": "auto", "loss_type": "vespo"}),
+    ("GRPO", {"rollout_correction": "bypass_pg_is", "loss_type": "cispo"}),
+    ("GRPO", {"rollout_correction": "bypass_pg_is", "importance_sampling_level": "sequence"}),
+    ("GRPO", {"rollout_is": "token", "rollout_is_threshold": [[0, 1], [1, 1]]}),
+    ("GRPO", {"rollout_rs_exclude_from_baseline": True, "rollout_rs": ["token_tv"], "rollout_rs_threshold": 0.2}),
+    ("RLOO", {"rollout_rs_exclude_from_baseline": True, "rollout_correction": "bypass_ppo_clip_geo_rs"}),
+    ("GRPO", {**SERVER, "rollout_routing": "replay"}),
+    ("GRPO", {**SERVER, "rollout_support": "replay", "top_p": 0.9}),
+    ("GRPO", {**HERE, "vllm_model_impl": "transformers"}),
+    *(
+        [("AsyncGRPO", {"rollout_support": "replay", "top_p": 0.9}), ("AsyncGRPO", {"rollout_routing": "replay"}),
+         ("AsyncGRPO", {"rollout_rs_exclude_from_baseline": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2})]
+        if HAS_ASYNCHRONOUS
+        else []
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::trl_rollout_corr.messages.SettingWarning")
+@pytest.mark.parametrize(("trainer", "fields"), REFUSED, ids=str)
+def test_the_remedy_of_every_error_can_be_followed(trainer, fields):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        CLASSES[trainer](**MACHINE, **fields)
+    message = str(error.value).partition(";")[0]
+    subject = re.findall(r"`(\w+)`", message)[0]
+    advised = [*values_in(re.sub(r"\b([Ss])et it to", rf"\1et `{subject}` to", message).replace("'", ""))]
+    assert advised, message
+    for name, value in advised:
+        config = CLASSES[trainer](**MACHINE, **{**fields, name: value})
+        assert getattr(config, name) == value

@@ -1,0 +1,173 @@
+"""
+The correction to set: the only module that names one. Every alarm, command and page prints its sentence, once.
+
+To change the answer, change a row. No torch.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from ..settings.config import RolloutCorrectionConfig
+from ..settings.presets import DEFAULT as AUTO
+from ..settings.presets import UNSET
+from ..settings.resolve import Settings
+from .bands import HEALTHY, NEGLIGIBLE
+from .run_facts import MODE, clips_by_trl, trl_corrects
+
+
+Gap = Literal["none", "small", "large"]
+# Root mean square of the log-ratio in nats, of a gap at the healthy limit of `k3_kl`
+SMALL = math.sqrt(2 * (HEALTHY["k3_kl"][1] or 0.0))
+
+
+class Situation(NamedTuple):
+    """All that the answer depends on."""
+
+    gap: Gap = "large"
+    is_harmed: bool = False  # an alarm was raised, or the settings of the run take much of the gradient
+    hides_mistake: bool = False  # a cause was found that a correction would hide
+    uses_it: bool = False  # the run already uses the correction that would be set
+    excludes_it: bool = False  # the loss takes no correction of this package
+
+
+class Row(NamedTuple):
+    """An answer. The first row that fits counts."""
+
+    when: Mapping[str, object]  # fields of the situation
+    set: Mapping[str, object]  # settings; empty: leave them as they are
+    why: str  # the only reason that any voice gives
+    evidence: str  # heading in `benchmarks/arena/EVIDENCE.md`
+
+
+ADVISED: Mapping[str, object] = {"rollout_correction": AUTO}
+ROWS = (
+    Row(
+        {"hides_mistake": True},
+        {},
+        "A cause was found that a correction would hide. Repair it first: `trl-rollout-corr diagnose` names it.",
+        "How sure `diagnose` is",
+    ),
+    Row(
+        {"uses_it": True},
+        {},
+        f"The run uses `{AUTO}` already, so leave it. If the gap is larger than you expect, find its cause.",
+        "How the corrections compared",
+    ),
+    Row(
+        {"gap": "none", "is_harmed": False},
+        {},
+        "The gap is so small that a correction would change nothing, so leave the settings as they are.",
+        "The bias of one step",
+    ),
+    Row(
+        {"gap": "small", "is_harmed": False},
+        {},
+        "The gap is small and nothing unhealthy was seen, so leave the settings as they are.",
+        "With fresh weights and a lasting gap",
+    ),
+    Row(
+        {"excludes_it": True},
+        {},
+        f"`loss_type: vespo` has importance weights of its own and excludes `{AUTO}`. We have not compared it: leave "
+        "it, or choose another `loss_type`.",
+        "Special cases",
+    ),
+    Row(
+        {},
+        ADVISED,
+        "It is one rule for fresh, rounded and stale weights, without bounds to fit.",
+        "How the corrections compared",
+    ),
+)
+# Beside `ADVISED`, for a run in which TRL gives each completion one weight
+KEEPS_TRL = Row(
+    {},
+    {MODE: "token_truncate"},
+    "TRL's default gives each completion one weight, the product of its tokens' ratios, which depends on its length.",
+    "Long completions",
+)
+
+
+class Decision(NamedTuple):
+    """What a run should set."""
+
+    row: Row
+    remove: tuple[str, ...] = ()  # fields that would act beside it
+    keeps_trl: bool = False  # True if the run may also keep TRL's loss, by `KEEPS_TRL`
+    of_unknown: bool = False  # the settings of the run are unknown
+
+    @property
+    def set(self) -> Mapping[str, object]:
+        """Settings to set; empty to leave them as they are."""
+        return self.row.set
+
+
+def gap_of(spread: float) -> Gap:
+    """The size of a gap, by the root mean square of the log-ratio in nats."""
+    return "none" if spread < NEGLIGIBLE else "small" if spread <= SMALL else "large"
+
+
+def decide(
+    run: Settings | None,
+    fields: Mapping[str, Any],
+    *,
+    gap: Gap = "large",
+    is_harmed: bool = False,
+    hides_mistake: bool = False,
+) -> Decision:
+    """
+    The correction to set in a run with these settings (`None` if unknown) and `fields` of TRL, by name.
+    """
+    excludes = fields.get("loss_type") == "vespo"
+    uses = run is not None and run.corrects and has_preset(run, AUTO)
+    row = row_of(Situation(gap, is_harmed, hides_mistake, uses, excludes))
+    if not row.set or run is None:
+        return Decision(row, of_unknown=run is None)
+    by_trl = run.by_trl and run.rollout_is == "sequence"
+    possible = trl_corrects(fields) or not ("use_vllm" in fields or clips_by_trl(run, fields))
+    return Decision(row, run.beside, keeps_trl=by_trl and possible)
+
+
+def row_of(situation: Situation) -> Row:
+    """The first row that fits."""
+    return next(row for row in ROWS if all(getattr(situation, name) == x for name, x in row.when.items()))
+
+
+def has_preset(run: Settings, name: str) -> bool:
+    """True if weights, rejection and mode of a run are as in a preset."""
+    preset = _settings_of(name)
+    acting = ("mode", "bounding", "criteria", *(x for x in UNSET if not x.startswith(_DESCRIBED)))
+    return all(getattr(run, x) == getattr(preset, x) for x in acting)
+
+
+# Fields that `mode`, `bounding` and `criteria` describe
+_DESCRIBED = ("rollout_is", "rollout_rs", "bypass_mode", "rollout_loss_type")
+
+
+@cache
+def _settings_of(preset: str) -> Settings:
+    return RolloutCorrectionConfig(rollout_correction=preset).settings
+
+
+def in_words(decision: Decision) -> str:
+    """The sentences that every voice prints."""
+    row = decision.row
+    if not row.set:
+        return row.why
+    remove = f" and remove {', '.join(f'`{name}`' for name in decision.remove)}" if decision.remove else ""
+    unless = ", unless the run has it" if decision.of_unknown else ""
+    sentences = [f"Set {_pairs(row.set)}{remove}{unless}. {row.why}"]
+    if decision.keeps_trl:
+        sentences.append(f"To keep TRL's loss, set {_pairs(KEEPS_TRL.set)} instead. {KEEPS_TRL.why}")
+    return " ".join(sentences)
+
+
+def as_document(decision: Decision) -> dict[str, object]:
+    """The decision for JSON."""
+    return {"settings": dict(decision.set), "remove": list(decision.remove), "why": in_words(decision)}
+
+
+def _pairs(settings: Mapping[str, object]) -> str:
+    return " and ".join(f"`{name}` to {str(value).lower()}" for name, value in settings.items())

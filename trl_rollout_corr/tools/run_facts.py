@@ -1,0 +1,41 @@
+"""Facts about a run that follow from its settings, from fields of TRL, and from the ages of its completions. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..settings.resolve import Settings
+
+
+MODE = "vllm_importance_sampling_mode"
+
+
+def known_age(oldest: float | None, step: int) -> float | None:
+    """Age of the oldest completion up to a step; `None` if unknown. All weights are fresh in step 1."""
+    return None if oldest is None or (oldest < 1 and step <= 1) else oldest
+
+
+def samples_with_8_bits(settings: Settings | None) -> bool:
+    """True if `rollout_engine_kwargs` makes vLLM round weights to 8 bits, and none to fewer."""
+    engine = (settings.rollout_engine_kwargs if settings else None) or {}
+    schemes = [engine.get("quantization")]
+    if schemes == ["online"]:  # then `quantization_config` names a scheme for each kind of layers
+        config = engine.get("quantization_config") or {}
+        parts = [config.get("linear"), config.get("moe"), *(config.get("targets") or {}).values()]
+        schemes = [part.get("weight") if isinstance(part, Mapping) else part for part in parts if part]
+    return bool(schemes) and all("8" in str(scheme) for scheme in schemes)
+
+
+def trl_corrects(fields: Mapping[str, Any]) -> bool:
+    """
+    True if `rollout_correction: trl` corrects: GRPO with vLLM. TRL corrects nothing in RLOO and with another sampler, and
+    its asynchronous loss clips around the sampler.
+    """
+    return bool(fields.get("use_vllm")) and MODE in fields
+
+
+def clips_by_trl(settings: Settings | None, fields: Mapping[str, Any]) -> bool:
+    """
+    True if TRL's asynchronous loss acts, which clips around the sampler whatever switches TRL's other corrections off.
+    """
+    asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
+    return asynchronous and settings is not None and not settings.changes_loss
