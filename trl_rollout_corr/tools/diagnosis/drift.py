@@ -272,7 +272,7 @@ def _level(size: np.ndarray, step: np.ndarray) -> bool:
     late = step > np.median(np.unique(step))
     if not late.any() or late.all():
         return True
-    return abs(float(size[late].mean() - size[~late].mean())) < np.log(_LEVEL)
+    return bool(abs(float(size[late].mean() - size[~late].mean())) < np.log(_LEVEL))
 
 
 # Old weights ---------------------------------------------------------------------------------------------------------------

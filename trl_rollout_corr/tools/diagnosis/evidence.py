@@ -83,7 +83,7 @@ def by_token(o: DumpedTokens) -> float:
 
 def errors_from_1(ratios: np.ndarray) -> float:
     """How far the mean of ratios of independent samples is above 1, in standard errors."""
-    return (mean(ratios) - 1) / max(float(ratios.std()) / max(len(ratios), 1) ** 0.5, 1e-12)
+    return float((mean(ratios) - 1) / max(float(ratios.std()) / max(len(ratios), 1) ** 0.5, 1e-12))
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:

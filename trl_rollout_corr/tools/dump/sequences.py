@@ -63,7 +63,7 @@ class Sequences:
         part = copy(self)
         for derived in ("represents", "counted"):
             part.__dict__.pop(derived, None)
-        part.sampled = self.represents & rows
+        part.__dict__["sampled"] = self.represents & rows
         return part
 
     def __len__(self) -> int:
