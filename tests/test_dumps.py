@@ -534,7 +534,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
-    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"5"
+    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"6"
 
 
 def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
@@ -616,7 +616,14 @@ def in_version(path, version, *lacking, **settings):
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-LATER = {4: [], 3: [], 2: ["turn_ids"], 1: ["turn_ids", "prompt_ids", "padding", "again_logps"]}
+_OF_6 = ["rounding_tv", "rounding_log_ratio"]
+LATER = {
+    5: _OF_6,
+    4: _OF_6,
+    3: _OF_6,
+    2: [*_OF_6, "turn_ids"],
+    1: [*_OF_6, "turn_ids", "prompt_ids", "padding", "again_logps"],
+}
 
 
 @pytest.mark.parametrize("version", LATER)
@@ -645,12 +652,12 @@ def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):
     assert np.isnan(sequences.again_logps[sequences.step[sequences.row] == 1]).all()
 
 
-@pytest.mark.parametrize("version", ["6", "0", "x"])
+@pytest.mark.parametrize("version", ["7", "0", "x"])
 def test_versions_of_later_releases_are_refused_with_a_remedy(tmp_path, version):
     (path,) = dump.files_of(make_dump(tmp_path, steps=1))
     in_version(path, version)
     with pytest.raises(
-        ValueError, match=rf"is in version {version} of .* reads versions 1 to 5. Read it with the release"
+        ValueError, match=rf"is in version {version} of .* reads versions 1 to 6. Read it with the release"
     ):
         read_dump(tmp_path)
     in_version(path, 4, "reward")
@@ -799,7 +806,7 @@ def test_a_strange_state_of_a_trainer_is_one_line(history, tmp_path, capsys):
     (tmp_path / "trainer_state.json").write_text(f'{{"log_history": {history}}}')
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"{tmp_path}: trainer_state.json ")
+    assert said.startswith(f"{tmp_path}: trainer_state.json")
     assert (said.count("\n"), "unexpected" in said) == (1, False)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,7 +199,7 @@ def test_a_sampler_of_unknown_age_is_no_rounding(tmp_path, tiny_model_path):
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore:The trainer computes in float32")
-def test_compare_measures_it_in_a_dump_as_the_run_did(tmp_path, tiny_model_path, shared_engine):
+def test_a_dump_keeps_it_and_compare_measures_it_where_a_run_did_not(tmp_path, tiny_model_path, shared_engine):
     from trl_rollout_corr.tools.analysis.recompute import batch_of, rounding_of
     from trl_rollout_corr.tools.dump.reading import open_dump
 
@@ -212,8 +213,14 @@ def test_compare_measures_it_in_a_dump_as_the_run_did(tmp_path, tiny_model_path,
     sequences = open_dump(tmp_path / "dump").sequences
     of_run = [logged(trainer, f"rounding_{name}")[0] for name in ("tv", "log_ratio")]
     assert rounding_of(sequences).tolist() == pytest.approx(of_run, rel=0.5)
-    assert batch_of(sequences, sequences.represents).rounding.equal(rounding_of(sequences))
-    sequences.staleness[:] = 8  # old weights
+    (block,) = batch_of(sequences, sequences.represents).blocks
+    # the micro-batches of the first step used what the first ones of them had shown
+    assert block.rounding.amax(0).tolist() == pytest.approx(of_run)
+    # a run that did not measure it
+    sequences.rounding_tv = sequences.rounding_log_ratio = np.full(len(sequences), math.nan, np.float32)
+    (block,) = batch_of(sequences, sequences.represents).blocks
+    torch.testing.assert_close(block.rounding[0], rounding_of(sequences).float())
+    sequences.staleness = np.full(len(sequences), 8.0)  # old weights
     assert rounding_of(sequences).tolist() == [0.0, 0.0]
 
 

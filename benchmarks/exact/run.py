@@ -29,6 +29,7 @@ from trl_rollout_corr.settings.presets import PRESETS
 
 FOLDER = Path(__file__).parent
 SPACES = {2: 6, 4: 6, 6: 6, 9: 3, 14: 2}  # tokens of a completion: size of the vocabulary
+FORMER = "auto without rounding"
 AGE = "staleness"  # the kind whose sampler announces old weights; the others announce the trainer's own
 STRENGTHS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)
 BINS = (0.0, 0.01, 0.03, 0.1, 0.3)  # of `s`, by their lower ends
@@ -113,6 +114,8 @@ def main():
 
     torch.set_num_threads(1)
     configs = {name: RolloutCorrectionConfig(rollout_correction=name) for name in PRESETS}
+    # What `auto` was before it measured rounding
+    configs[FORMER] = RolloutCorrectionConfig(rollout_correction="auto", rollout_allow_rounding=False)
     groups = same(measure(configs, 1, {length: SPACES[length] for length in (2, 4)}))
     chosen = {name: configs[name] for name in groups}
     results = summary(measure(chosen, args.seeds, {length: SPACES[length] for length in args.lengths}))

@@ -51,6 +51,8 @@ class RolloutCorrection:
             where nothing reads it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums that the metrics are computed from.
+        rounding (`torch.Tensor` of shape `(2,)` or `(B, 2)`, or `None`):
+            What rounding does to a probability and to a log-ratio, by which bounds were widened.
     """
 
     weights: torch.Tensor | None
@@ -60,6 +62,7 @@ class RolloutCorrection:
     applies_weights: bool
     log_ratio: torch.Tensor | None
     statistics: Statistics
+    rounding: torch.Tensor | None = None
 
     @property
     def coefficients(self) -> torch.Tensor:
@@ -139,10 +142,9 @@ def compute_rollout_correction(
         turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, for weights and criteria per turn: numbers of 0 or more that never
             decrease. By default a turn is a run of tokens of the mask.
-        rounding (`torch.Tensor` of shape `(2,)`, *optional*):
-            What rounding alone does to a probability, and to a log-ratio in nats, see
-            [`~trl_rollout_corr.correction.rounding.Rounding`]. It is read with
-            `rollout_allow_rounding` only.
+        rounding (`torch.Tensor` of shape `(2,)` or `(B, 2)`, *optional*):
+            What rounding alone does to a probability, and to a log-ratio in nats, for all completions or for each, see
+            [`~trl_rollout_corr.correction.rounding.Rounding`]. It is read with `rollout_allow_rounding` only.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
             Sums a tensor over all ranks. It is called once, with a tensor of shape `(4,)`, and only
             if `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By
@@ -182,11 +184,11 @@ def compute_rollout_correction(
             ),
             settings,
             None if direction is None else direction[rows],
-            rounding,
+            rounding if rounding is None or rounding.dim() == 1 else rounding[rows],
         )
         for rows in row_blocks(mask)
     )
-    corrected = _joined(blocks, mask.shape)
+    corrected = replace(_joined(blocks, mask.shape), rounding=rounding)
     weights, statistics = corrected.weights, corrected.statistics
     if settings.rollout_nan_policy == "raise":
         _check_finite(statistics)
@@ -273,7 +275,7 @@ def _correct_rows(
     tokens: Tokens, settings: Settings, direction: torch.Tensor | None, rounding: torch.Tensor | None
 ) -> RolloutCorrection:
     """Correction of some rows, before batch normalisation."""
-    of_probability, of_log_ratio = (None, None) if rounding is None else rounding
+    of_probability, of_log_ratio = (None, None) if rounding is None else rounding.unsqueeze(-1).unbind(-2)
     rejections = [(criterion, reject(tokens, criterion, direction, of_probability)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
     weights = weighed = None

@@ -291,7 +291,7 @@ def reject(
 ) -> Rejection:
     """
     Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the
-    advantage, for a rule that depends on it. `rounding`, of shape `()`, is what rounding alone does
+    advantage, for a rule that depends on it. `rounding`, of shape `(1,)` or `(B, 1)`, is what rounding alone does
     to a probability: bounds on the move of a probability begin beyond it.
     """
     if criterion.divergence in OF_PROBABILITIES and criterion.scope == "token":

@@ -32,6 +32,7 @@ class Block(NamedTuple):
     keep: torch.Tensor  # tokens that the run kept
     coefficients: torch.Tensor  # factor of the policy gradient in the run
     advantages: torch.Tensor  # `(B, 1)`; 0 if it is not finite
+    rounding: torch.Tensor  # `(B, 2)`: what rounding did, as the run used it, or as it is measured in the dump
 
     def tokens(self, *, neutralize: bool) -> Tokens:
         """
@@ -49,7 +50,6 @@ class Batch(NamedTuple):
 
     steps: list[int]  # of the sequences, in order
     blocks: list[Block]
-    rounding: torch.Tensor  # (2,): what rounding does in the sequences of age 0, as a run measures it
 
     @property
     def n_sequences(self) -> int:
@@ -70,16 +70,21 @@ class Effect(NamedTuple):
     norm: float | None = None  # of the corrected gradient, relative to the uncorrected one
 
 
-def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
+def batch_of(sequences: Sequences, rows: np.ndarray, *, as_dumped: bool = False) -> Batch:
     """
-    The tokens of the loss of the sequences in a boolean mask. A `ValueError` if there are none.
+    The tokens of the loss of the sequences in a boolean mask, with what rounding did as the run used it; where it used
+    nothing, that is 0 if `as_dumped`, and else what the dump shows. A `ValueError` if there are no tokens.
     """
     of_loss = sequences.mask & rows[sequences.row]
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")
     lengths = sequences.sums(of_loss).astype(int)
-    blocks = [_block(sequences, of_loss, lengths, chosen) for chosen in _of_like_length(lengths, np.flatnonzero(rows))]
-    return Batch(np.unique(sequences.step[rows]).tolist(), blocks, rounding_of(sequences))
+    rounding = _rounding_of_each(sequences, torch.zeros(2) if as_dumped else rounding_of(sequences))
+    blocks = [
+        _block(sequences, of_loss, lengths, rounding, chosen)
+        for chosen in _of_like_length(lengths, np.flatnonzero(rows))
+    ]
+    return Batch(np.unique(sequences.step[rows]).tolist(), blocks)
 
 
 def rounding_of(sequences: Sequences) -> torch.Tensor:
@@ -109,7 +114,15 @@ def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
     return groups
 
 
-def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> Block:
+def _rounding_of_each(sequences: Sequences, otherwise: torch.Tensor) -> torch.Tensor:
+    """`(B, 2)`: what rounding did in each sequence, as the run used it, or else another value, `(2,)`."""
+    used = torch.from_numpy(np.stack([sequences.rounding_tv, sequences.rounding_log_ratio], 1))
+    return used.where(used.isfinite(), otherwise.to(used))
+
+
+def _block(
+    sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rounding: torch.Tensor, rows: np.ndarray
+) -> Block:
     """The tokens of the loss of some sequences, padded."""
     chosen = np.zeros(len(sequences), bool)
     chosen[rows] = True
@@ -117,7 +130,7 @@ def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows:
     columns = ("mask", "train_logps", "rollout_logps", "turn", "keep", "coefficients")
     padded = {name: pad(getattr(sequences, name)[here], lengths[rows]) for name in columns}
     advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0))[:, None]
-    return Block(**padded, advantages=advantages)
+    return Block(**padded, advantages=advantages, rounding=rounding[torch.from_numpy(rows)])
 
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:
@@ -127,8 +140,7 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
     """
     here = sequences.slice(row)
     of_loss = sequences.mask[here]
-    batch = batch_of(sequences, np.arange(len(sequences)) == row)
-    (block,) = batch.blocks
+    (block,) = batch_of(sequences, np.arange(len(sequences)) == row, as_dumped=True).blocks
     found = {}
     for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
         alone = replace(settings, rollout_is=None, rollout_rs=[name], rollout_rs_threshold=[threshold])
@@ -139,7 +151,7 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
             alone,
             advantages=block.advantages[:, 0],
             turn_ids=block.turn,
-            rounding=batch.rounding,
+            rounding=block.rounding,
         )
         rejected = np.zeros(len(of_loss), bool)
         valid = block.tokens(neutralize=alone.rollout_nan_policy == "neutralize").valid.bool()
@@ -200,7 +212,7 @@ def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
                 settings,
                 advantages=block.advantages[:, 0],
                 turn_ids=block.turn,
-                rounding=batch.rounding,
+                rounding=block.rounding,
                 sum_over_ranks=sum_over_blocks,
             )
             for block in batch.blocks
