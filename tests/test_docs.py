@@ -118,7 +118,10 @@ def reported_keys() -> set[str]:
 
 
 def keys_of_pushes() -> set[str]:
-    counted = Rescored.of({"fresh": torch.ones(2), "age": torch.ones(2)}), Unmoved.of({"quantised": torch.ones(2)})
+    counted = (
+        Rescored.of({"fresh": torch.ones(2), "age": torch.ones(2), "texts": torch.ones(2)}),
+        Unmoved.of({"quantised": torch.ones(2)}),
+    )
     return {key for sums in counted for key in sums.finish()}
 
 
