@@ -90,7 +90,7 @@ def leaving_base_alone(model: Any, fsdp_version: int | None) -> AbstractContextM
     return adapters.leaving_base_alone(model, fsdp_version)
 
 
-def check_served_adapter(url: str | None, model: Any) -> None:
+def check_served_adapter(url: str, model: Any) -> None:
     """Refuse a server that cannot load the adapter of a model."""
     from .tools.arrival.server import check_patterns, served_adapter
 

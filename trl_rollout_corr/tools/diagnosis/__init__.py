@@ -74,12 +74,20 @@ def observe_dump(dump: Dump, settings: Settings | None, alarms: Sequence[Alarm],
     """
     logs = read_logs(dump.path)
     movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
-    facts = (settings, dump.settings, dump.about, movement)
     harmed = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms) or _loses_gradient(dump, settings)
     quiet = small and not alarms
-    entropy = _entropy(logs, dump.sequences.step)
-    more = {"age": dump.age, "scored_again": scored, "entropy": entropy}
-    return DumpedTokens(dump.sequences, *facts, quiet=quiet, harmed=harmed, **more)
+    return DumpedTokens(
+        dump.sequences,
+        settings,
+        dump.settings,
+        dump.about,
+        movement,
+        quiet=quiet,
+        harmed=harmed,
+        age=dump.age,
+        scored_again=scored,
+        entropy=_entropy(logs, dump.sequences.step),
+    )
 
 
 def _loses_gradient(dump: Dump, settings: Settings | None) -> bool:

@@ -192,11 +192,11 @@ def _settings(facts: Facts) -> Section:
         return Section("settings", "Settings", cards=cards)
     if settings is None:
         text = "Set `rollout_dump_dir`, train a few steps, and report on the folder of the run."
-        fields = "rollout_dump_dir: dump\n"
+        lines = "rollout_dump_dir: dump\n"
         if facts.course is not None:
             text = f"Use a trainer of this package, which keeps the loss with `rollout_correction: trl`. {text}"
-            fields = f"rollout_correction: trl\n{fields}"
-        return Section("settings", "Settings to try", cards=[Card("A dump first", text, yaml=fields)])
+            lines = f"rollout_correction: trl\n{lines}"
+        return Section("settings", "Settings to try", cards=[Card("A dump first", text, yaml=lines)])
     text = "Settings of the run, except for the monitor and the dump."
     of_run = Card("This run", text, yaml=yaml_lines(_own(facts.run)))
     if facts.diagnosis is None:
