@@ -72,7 +72,9 @@ class Run:
     longest: int = 48
     rate: float = 0.3  # of learning
     noise: float = 0.01  # of the sampler, as by rounding
+    schedule: Callable[[int], float] = lambda step: 1.0  # factor on the rate by step
     lag: int = 0  # pushes that the sampler is behind
+    late_from: int = 1  # first step in which it is
     announced: bool = True  # the age of the samples
     pushed: Callable[[int, Policy, Policy], Policy] | None = None  # step, trainer and sampler before; the new sampler
     drawn: Callable[[np.ndarray], np.ndarray] = softmax  # probabilities that tokens are drawn with, of logits
@@ -107,7 +109,8 @@ def write(run: Run, folder: Path, seed: int) -> Path:
     for step in range(1, run.steps + 1):
         before = sampler
         history.append(trainer)
-        arrives = history[-1 - min(run.lag, len(history) - 1)]
+        lag = min(run.lag, step - 1) if step >= run.late_from else 0
+        arrives = history[-1 - lag]
         sampler = run.pushed(step, arrives, sampler) if run.pushed else arrives
         batch = _sample(run, sampler, dice) if pool is None else pool
         pool = batch if run.pool else None
@@ -120,15 +123,16 @@ def write(run: Run, folder: Path, seed: int) -> Path:
         grouped = rewards.reshape(-1, GROUP)
         spread = grouped.std(1, keepdims=True) + 1e-4
         advantages = ((grouped - grouped.mean(1, keepdims=True)) / spread).ravel()
-        _write_step(run, folder, step, ids, lengths, train, reported, rewards, advantages, dice)
-        entry: dict[str, Any] = {"loss": 0.0, "learning_rate": 1e-6, "step": step}
+        age = lag if run.announced else 0
+        _write_step(run, folder, step, age, ids, lengths, train, reported, rewards, advantages, dice)
+        entry: dict[str, Any] = {"loss": 0.0, "learning_rate": 1e-6 * run.schedule(step), "step": step}
         if run.entropy:
             entropies = -(probabilities * np.log(probabilities)).sum(-1)
             entry["entropy"] = float(entropies[mask].mean())
         if run.scores and not (run.lag and run.announced) and step & (step - 1) == 0:  # after the pushes 1, 2, 4, ...
             entry |= _scored(trainer, before, sampler, ids, mask)
         dump.append_log(folder, entry)
-        trainer = _learned(trainer, ids, mask, probabilities, advantages, run.rate)
+        trainer = _learned(trainer, ids, mask, probabilities, advantages, run.rate * run.schedule(step))
     return folder
 
 
@@ -180,11 +184,10 @@ def _scored(trainer: Policy, then: Policy, now: Policy, ids: np.ndarray, mask: n
 
 
 def _write_step(
-    run: Run, folder: Path, step: int, ids: Any, lengths: Any, train: Any, reported: Any, rewards: Any, advantages: Any,
-    dice: np.random.Generator,
+    run: Run, folder: Path, step: int, age: int, ids: Any, lengths: Any, train: Any, reported: Any, rewards: Any,
+    advantages: Any, dice: np.random.Generator,
 ) -> None:  # fmt: skip
     rows = []
-    age = min(run.lag, step - 1) if run.announced else 0
     for i, n in enumerate(lengths.tolist()):
         row: dict[str, Any] = {
             "step": step, "rank": 0, "sampled": True, "worst": False, "prompt": "", "completion": "", "tokens": [""] * n,

@@ -73,7 +73,8 @@ def observe_dump(dump: Dump, settings: Settings | None, alarms: Sequence[Alarm],
     run shows only small gaps.
     """
     logs = read_logs(dump.path)
-    movement, scored = _movement(logs, dump.sequences.step), _scored_again(logs, int(dump.sequences.step.max()))
+    rates, scored = _rates(logs), _scored_again(logs, int(dump.sequences.step.max()))
+    movement = _movement(rates, dump.sequences.step)
     harmed = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms) or _loses_gradient(dump, settings)
     quiet = small and not alarms
     return DumpedTokens(
@@ -87,6 +88,7 @@ def observe_dump(dump: Dump, settings: Settings | None, alarms: Sequence[Alarm],
         age=dump.age,
         scored_again=scored,
         entropy=_entropy(logs, dump.sequences.step),
+        rates=rates,
     )
 
 
@@ -137,16 +139,23 @@ def iterations_of(settings: Mapping[str, object]) -> int:
     return number if isinstance(number, int) else 1
 
 
-def _movement(logs: list[dict[str, Any]], steps: np.ndarray) -> float:
+def _rates(logs: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Step and learning rate of each entry of the log that has one, in order. It covers the steps since the one before it."""
+    return sorted(
+        (int(x["step"]), float(x["learning_rate"])) for x in logs if isinstance(x.get("learning_rate"), float | int)
+    )
+
+
+def _movement(rates: Sequence[tuple[int, float]], steps: np.ndarray) -> float:
     """
     Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks any of
     them.
     """
     first, last = int(steps.min()), int(steps.max())
     known, total = first, 0.0
-    for entry in sorted((x for x in logs if isinstance(x.get("learning_rate"), float | int)), key=lambda x: x["step"]):
-        until = min(int(entry["step"]), last)  # an entry covers the steps since the previous one
-        total += max(until - known, 0) * float(entry["learning_rate"])
+    for step, rate in rates:
+        until = min(step, last)
+        total += max(until - known, 0) * rate
         known = max(known, until)
     return total if known == last > first else np.nan
 

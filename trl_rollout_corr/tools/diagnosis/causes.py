@@ -196,9 +196,10 @@ CAUSES: dict[str, Cause] = {
     "changed": Cause(
         "something that changed at one step",
         Test(drift.changed, 1.5, 2.0),
-        "Find out what happened at this step: an engine that was restarted, quantised, or switched to other kernels, a "
-        "replica that joined, other prompts, or longer completions. Weights that do not arrive would make the gap grow "
-        "further. `trl-rollout-corr diagnose` on the files of the steps before and after it tells them apart.",
+        "Find out what happened at this step: an engine that was restarted, quantised, or switched to other kernels, "
+        "training that was resumed, a replica that joined, other prompts, or longer completions. Weights that do not "
+        "arrive would make the gap grow further. `trl-rollout-corr diagnose` on the files of the steps before and after "
+        "it tells them apart.",
         may_correct=True,
     ),
     "never_pushed": Cause(

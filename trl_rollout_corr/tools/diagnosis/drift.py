@@ -241,30 +241,53 @@ def standing_still(o: DumpedTokens) -> Evidence | None:
 
 
 def changed(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap begins or ends at one step, and is level before and after it."""
-    size = np.log(np.maximum(o.level_of_rows, 1e-9))
-    finite = np.isfinite(size)
-    steps = np.unique(o.step[finite])
+    """
+    Test whether the gap begins or ends at one step, and is level before and after it. Completions of one age are compared,
+    the most frequent one, because the gap of old weights moves with their age, and at a pace that the learning rate sets.
+    """
+    size, ages = np.log(np.maximum(o.level_of_rows, 1e-9)), np.nan_to_num(o.staleness, nan=-1.0)
+    known, times = np.unique(ages[np.isfinite(size)], return_counts=True)
+    age = float(known[times.argmax()]) if len(known) else -1.0
+    alike = np.isfinite(size) & (ages == age)
+    steps = np.unique(o.step[alike])
     if len(steps) < 2 * _SIDES:
         return None
-    size, step = size[finite], o.step[finite]
+    size, step = size[alike], o.step[alike]
 
-    def apart(at: int) -> float:
-        return abs(float(size[step >= at].mean() - size[step < at].mean()))
+    def rise(at: int) -> float:
+        return float(size[step >= at].mean() - size[step < at].mean())
 
-    at = int(max(steps[_SIDES : len(steps) - _SIDES + 1], key=apart))
-    after = o.step >= at
-    sides = (size[step < at], size[step >= at])
-    error = float(sum(side.var() / len(side) for side in sides)) ** 0.5
-    if apart(at) < _MOVED * error or not all(_level(size[side], step[side]) for side in (step < at, step >= at)):
+    at = int(max(steps[_SIDES : len(steps) - _SIDES + 1], key=lambda at: abs(rise(at))))
+    sides = (step < at, step >= at)
+    error = float(sum(size[side].var() / side.sum() for side in sides)) ** 0.5
+    if abs(rise(at)) <= _MOVED * error or not all(_level(size[side], step[side]) for side in sides):
         return None
-    begins = sides[1].mean() > sides[0].mean()
-    inside = {name: o.core & side[o.row] for name, side in (("before", ~after), ("after", after))}
+    near = (_nearest(step[sides[0]], -1), _nearest(step[sides[1]], 1))
+    at_once = float(size[(step >= at) & (step <= near[1])].mean() - size[(step < at) & (step >= near[0])].mean())
+    last = int(steps[steps < at][-1])
+    pace = o.pace(at) / o.pace(last - int(max(age, 0)) - 1)  # of the updates after the change; NaN if unknown
+    paced = pace > 0 and bool(np.log(pace) * np.sign(rise(at)) > np.log(_LEVEL))
+    if at_once / rise(at) < _HALF or (paced and age != 0):
+        return None
+    after = o.step >= at
+    part = after if rise(at) > 0 else ~after
+    inside = {name: o.core & (alike & side)[o.row] for name, side in (("before", ~after), ("after", after))}
     numbers = {"step": float(at), **{name: rms(o.d[here]) for name, here in inside.items()}}
-    part = after if begins else ~after
     share = bounded(float(np.square(o.d[part[o.row]]).sum()) / max(o.total, 1e-300))
     sentence = "|d| is {before} in the steps before step {step} and {after} from it on, and level on both sides of it"
-    return Evidence(float(np.exp(apart(at))), share, numbers, sentence, rows=part)
+    if len(known) > 1:
+        numbers["age"] = age
+        sentence += ", in completions of age {age}" if age >= 0 else ", in completions of unknown age"
+    if paced:
+        numbers["pace"] = pace
+        sentence += "; the learning rate becomes {pace} times as large there, which explains it if the samples are old"
+    most = POSSIBLE if paced else 0.99
+    return Evidence(float(np.exp(abs(rise(at)))), share, numbers, sentence, most=most, rows=part)
+
+
+def _nearest(step: np.ndarray, way: int) -> int:
+    """The step until which one goes from the last step (`way` -1) or the first (1), to meet enough sequences."""
+    return int(np.sort(step)[::way][: min(_ENOUGH, len(step))][-1])
 
 
 def _level(size: np.ndarray, step: np.ndarray) -> bool:

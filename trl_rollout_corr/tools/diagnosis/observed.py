@@ -35,7 +35,8 @@ class DumpedTokens:
     `quiet` says that the log of the run shows no alarm and only small gaps. `age` is the age of the
     run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl` and
     `age_k3_kl` of each score after a push. `entropy` is the trainer's by optimizer step, in nats per
-    token. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
+    token. `rates` lists the step and the learning rate of each entry of the log, which covers the steps
+    since the entry before it. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class DumpedTokens:
         age: float | None = None,
         scored_again: Sequence[tuple[int, float, float]] = (),
         entropy: Mapping[int, float] | None = None,
+        rates: Sequence[tuple[int, float]] = (),
     ):
         self.settings, self.fields, self.about, self.harmed = settings, fields, about, harmed
         self.movement, self.quiet, self.age, self.scored_again = movement, quiet, age, scored_again
-        self.entropy = entropy or {}
+        self.entropy, self.rates = entropy or {}, rates
         self._sequences, counted = sequences, sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
         # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
@@ -89,8 +91,19 @@ class DumpedTokens:
         """
         part = self._sequences.only(rows)
         return DumpedTokens(
-            part, self.settings, self.fields, self.about, self.movement, quiet=self.quiet, age=self.age
+            part,
+            self.settings,
+            self.fields,
+            self.about,
+            self.movement,
+            quiet=self.quiet,
+            age=self.age,
+            rates=self.rates,
         )
+
+    def pace(self, step: int) -> float:
+        """Learning rate of an optimizer step, before the first one that of the first; NaN if it is 0 or unknown."""
+        return next((rate or np.nan for until, rate in self.rates if until >= step), np.nan)
 
     @property
     def quantised(self) -> bool:
