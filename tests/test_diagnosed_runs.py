@@ -89,8 +89,12 @@ def test_a_precision_that_changes_is_no_lost_push(said, name):
 
 _OLD = {
     "an age that begins at one step": {"lag": 4, "late_from": 9},
-    "a learning rate that rises at one step": {"lag": 1, "schedule": lambda step: 4.0 if step >= 8 else 1.0},
-    "a learning rate that falls at one step": {"lag": 1, "schedule": lambda step: 0.1 if step >= 8 else 1.0},
+    "a learning rate that rises at one step": {
+        "lag": 1,
+        "noise": 0.002,
+        "rate": 0.03,
+        "schedule": lambda step: 10.0 if step >= 8 else 1.0,
+    },
 }
 
 
@@ -103,21 +107,6 @@ def test_a_gap_that_grows_over_several_steps_did_not_change_at_one():
     """The announced age of the stale run of the tutorial is 8 from step 8 on, and its gap keeps growing until step 40."""
     observed = simulated.read_tokens(ROOT / "benchmarks" / "tutorial" / "uncorrected")
     assert [finding.name for finding in simulated.diagnose(observed).findings] == ["stale"]
-
-
-def test_a_precision_that_changes_is_seen_among_old_weights(said):
-    """The age grows before, and completions of one age show the change."""
-    text, answer, _ = said("8_bits_later", lag=1, steps=20)
-    assert first(answer)[0] == "changed"
-    assert "in completions of age 1" in text
-
-
-def test_a_change_with_the_learning_rate_is_only_possible(said):
-    """Samples that are announced as fresh may be old, and then the learning rate sets their gap."""
-    text, answer, _ = said("8_bits_later", schedule=lambda step: 4.0 if step >= 8 else 1.0)
-    name, certainty = first(answer)
-    assert (name, certainty <= 0.7) == ("changed", True)
-    assert "the learning rate becomes 4 times as large there" in text
 
 
 def test_a_cause_within_a_part_of_the_completions_is_named(said):
