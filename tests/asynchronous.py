@@ -150,6 +150,7 @@ def fields(output_dir, **more) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "token_budget": 0,  # a fixed number of samples
         "max_staleness": 8,
+        "max_completion_length": 64,  # with TRL's 2,048, weights of completions warn
         **more,
     }
 

@@ -252,11 +252,23 @@ def test_the_sampler_goes_on_after_garbage(kind, arena, tmp_path, tiny_model_pat
         ("ipo", 0.5, 0.25, 2.0, 2.0),
         ("ipo", 0.6, 0.25, 0.0, 0.0),  # moved by more than 0.3, whatever the advantage
         ("ipo", 0.25, 0.6, 0.0, 0.0),
+        # rounding of 0.1, and of ln 2 in a log-ratio
+        ("wide", 0.75, 0.5, 1.0, 1.5),
+        ("wide", 0.85, 0.5, 0.0, 1.7),
+        ("split", 0.6, 0.5, 1.2, 1.2),
+        ("split", 0.25, 0.1, 2.0, 2.5),
+        ("split", 0.15, 0.5, 0.5, 0.0),
+        ("by_age", 0.25, 0.1, 2.5, 2.5),
+        ("excess", 0.55, 0.5, 1.0, 1.0),
+        ("excess", 0.25, 0.1, 1.0, 1.5),
+        ("vexact", 0.5, 0.1, 2.0, 2.0),
     ],
 )
 def test_factors_of_a_rule(arena, rule, p, q, good, bad):
     logp, d = torch.full((2, 1), math.log(p)), torch.full((2, 1), math.log(p / q))
-    factors = arena("rules").RULES[rule](d, logp, torch.tensor([[True], [False]]))
+    everywhere, signs = torch.ones(2, 1, dtype=torch.bool), torch.tensor([[True], [False]])
+    rules = arena("rules")
+    factors = rules.RULES[rule](rules.Seen(d, logp, signs, everywhere, everywhere, 0.1, math.log(2)))
     assert factors.flatten().tolist() == pytest.approx([good, bad])
 
 

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -256,7 +257,7 @@ def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
 )
 def test_the_default_is_auto_and_trl_for_who_sets_its_correction(other, preset):
     of_trl = any(not name.startswith("rollout_") for name in other)
-    for build in (grpo,) if of_trl else (RolloutCorrectionConfig, grpo):
+    for build in (partial(grpo, use_vllm=True),) if of_trl else (RolloutCorrectionConfig, grpo):
         assert build(**other).settings == build(rollout_correction=preset, **other).settings
         assert build(**other).settings.rollout_correction == preset
         assert build(**other).rollout_correction == "default"

@@ -222,17 +222,3 @@ def test_a_dump_keeps_it_and_compare_measures_it_where_a_run_did_not(tmp_path, t
     torch.testing.assert_close(block.rounding[0], rounding_of(sequences).float())
     sequences.staleness = np.full(len(sequences), 8.0)  # old weights
     assert rounding_of(sequences).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore:The trainer computes in float32")
-def test_completions_scored_after_a_push_count_where_the_batch_is_old(tmp_path, tiny_model_path, shared_engine):
-    """A run whose completions are all old would otherwise never learn what rounding has become."""
-    from tests.training import build_checked
-
-    fields = {"rollout_engine_kwargs": {"dtype": "bfloat16"}, "max_steps": 4}
-    trainer = build_checked(*TRAINERS["grpo"], tiny_model_path, tmp_path, **VLLM, **fields)
-    trainer._sampled_with_equal_weights = lambda batch, from_old: None
-    trainer.train()
-    assert any(logged(trainer, "fresh_k3_kl"))
-    assert logged(trainer, "rounding_tv")[-1] > 0

@@ -209,15 +209,6 @@ class CorrectsBatches(_Host):
         if not self._rounding.is_settled:
             self._rounding.preview(self._sum_over_ranks)
 
-    def count_rounding(self, train_logps: torch.Tensor, rollout_logps: torch.Tensor) -> None:
-        """
-        Count what rounding does to tokens that trainer and sampler scored with equal weights after a push. Their
-        log-probabilities, in nats, are of shape `(n,)`.
-        """
-        if self._settings.measures_rounding and len(train_logps):
-            everywhere = torch.ones(1, len(train_logps), dtype=torch.bool)
-            self._rounding.add(measure_rounding(train_logps[None], rollout_logps[None], everywhere, everywhere[:, 0]))
-
     def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         """
         Completions, `(B,)`, whose sampler announced the weights of the policy that is corrected

@@ -189,8 +189,6 @@ class Rescore:
         segments = {"fresh": fresh.sum(0), "texts": _concentration(fresh)}
         if self.pushes.samples_unchanged:
             segments["age"] = _gaps(now, then).sum(0)
-            if texts:
-                self.pushes.trainer.count_rounding(torch.cat(ours), torch.cat(now))
         device = self.pushes.trainer.accelerator.device
         return Rescored.of({name: x.float().to(device) for name, x in segments.items()})
 
