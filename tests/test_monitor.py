@@ -332,10 +332,11 @@ def test_two_causes_have_messages_of_their_own(observe):
 
 def test_the_alarm_in_the_readme_is_one_of_the_monitor(observe):
     """Its lines, up to the dots that stand for what was left out."""
-    ours = {"k3_kl": 0.002, "rollout_is_mean": 0.27, "staleness_mean": 0.0, "staleness_max": 0.0}
-    of_trl = {"completions/mean_length": 1024.0, **{f"rollout_corr/{name}": value for name, value in ours.items()}}
-    args = RolloutCorrectedGRPOConfig("output", rollout_correction="trl", use_vllm=True, use_cpu=True, bf16=False)
-    said, _ = observe(RolloutCorrectionMonitor(), [of_trl] * 2, settings=args.settings)
+    of_age = {"rollout_corr/staleness_mean": 8.0, "rollout_corr/staleness_max": 8.0}
+    gaps = [0.001] * 18 + [0.04] * 2
+    windows = [{"rollout_corr/k3_kl": gap, "rollout_corr/kl": gap, **of_age} for gap in gaps]
+    args = RolloutCorrectedGRPOConfig("output", rollout_correction="disabled", use_cpu=True, bf16=False)
+    said, _ = observe(RolloutCorrectionMonitor(), windows, settings=args.settings)
     (message,) = (" ".join(message.split()) for message in said)
     for readme in ("README.md", "README.zh-CN.md"):
         (shown,) = re.findall(r"^```text\n(▲.*?)^```", (ROOT / readme).read_text(), re.MULTILINE | re.DOTALL)

@@ -30,7 +30,7 @@ NAMES = {"yaml": "pyyaml"}  # of distributions, where a module has another
 
 def test_all_that_is_imported_is_declared():
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]}
-    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "deepspeed", "axolotl"}
+    optional = {"matplotlib", "vllm", "peft", "wandb", "trackio", "tensorboard", "deepspeed", "axolotl"}
     imported = set()
     for path in Path(trl_rollout_corr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

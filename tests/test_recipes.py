@@ -82,6 +82,11 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
     assert settings(recipe)["output_dir"] == f"outputs/{recipe.replace('/', '_').removesuffix('.yaml')}"
 
 
+# Recipes of verl with thousands of tokens and weights of completions, which the configuration warns of
+ABOUT_LENGTH = pytest.mark.filterwarnings("ignore:Completions may get")
+
+
+@ABOUT_LENGTH
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_for_stale_weights_says_so(recipe, tmp_path):
     """What compares with vLLM at each step, without knowing what rounding explains, is for stale weights."""
@@ -175,6 +180,7 @@ SCRIPTS = {
 }
 
 
+@ABOUT_LENGTH
 @pytest.mark.parametrize("recipe", SCRIPTS)
 def test_recipes_say_what_their_originals_said(recipe, tmp_path):
     expected = RolloutCorrectionConfig(**SCRIPTS[recipe])

@@ -669,7 +669,9 @@ def test_entries_without_our_metrics_are_passed_over():
     examiner = Examiner()
     for entry in ({}, {"loss": 1.0}, {"eval_rollout_corr/k3_kl": 9.0, "step": 3}, {"rollout_corr/monitor/alarms": 2}):
         assert examiner.observe(entry) == []
-    assert examine([]) == examine(history()) == []
+    assert examine([]) == []
+    with pytest.raises(ValueError, match="contains no `rollout_corr/` metrics"):
+        examine(history())
 
 
 @pytest.mark.parametrize("value", [math.nan, None, "broken", True])

@@ -19,7 +19,7 @@ from tests.training import TRAINERS, VLLM, build, logged, losing, said_of_pushes
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore:.*changes the distribution", "ignore:The trainer computes", "ignore:Dropout"),
+    pytest.mark.filterwarnings("ignore:.*changes? the distribution", "ignore:The trainer computes", "ignore:Dropout"),
 ]
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}

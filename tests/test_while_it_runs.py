@@ -77,7 +77,7 @@ def test_settings_are_read_when_the_trainer_is_built_and_do_not_change_in_a_run(
     [
         ("rollout_correction", None),
         ("rollout_rs_threshold", [0.5, 3.0]),
-        ("rollout_monitor", None),
+        ("rollout_monitor", "warn"),
         ("rollout_dump_dir", "elsewhere"),
     ],
 )
