@@ -496,7 +496,7 @@ def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_pa
         printed = capsys.readouterr().out
         assert "Diagnosis of step 1. Possible: weights that differ from the trainer's" in printed
         assert "rollout_correction: " not in printed
-        assert "clips around the sampler" in printed or "uses `rollout_correction: auto` already" in printed
+        assert "Set `rollout_correction` to" not in printed
         folder = {"rollout_dump_dir": str(tmp_path / "another")} if dumped else {}
 
 

@@ -269,6 +269,8 @@ def changed(o: DumpedTokens) -> Evidence | None:
     paced = pace > 0 and bool(np.log(pace) * np.sign(rise(at)) > np.log(_LEVEL))
     if at_once / rise(at) < _HALF or (paced and age != 0):
         return None
+    if len(known) < 2 and stale(o) is not None:
+        return None  # old weights that announce one age: their gap, too, begins and ends as the policy moves
     after = o.step >= at
     part = after if rise(at) > 0 else ~after
     inside = {name: o.core & (alike & side)[o.row] for name, side in (("before", ~after), ("after", after))}
