@@ -54,9 +54,16 @@ class Replay(NamedTuple):
 
 
 def replays(archive: Path = ARCHIVE) -> list[Replay]:
-    """All published runs with our metrics. TRL's own trainer logs none."""
+    """
+    All published runs with our metrics, which TRL's own trainer does not log. Runs to which no push arrives are left out:
+    their age is not what they announce.
+    """
     records = map(json.loads, lzma.decompress(archive.read_bytes()).decode().splitlines())
-    return [replay(record) for record in records if GAP in record["history"]]
+    return [
+        replay(record)
+        for record in records
+        if GAP in record["history"] and not record["settings"]["sampler"].get("lost")
+    ]
 
 
 def replay(record: Mapping[str, Any]) -> Replay:
