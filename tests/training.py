@@ -323,7 +323,8 @@ def sharing_engines():
             if not torch.distributed.is_initialized():
                 os.environ["MASTER_PORT"] = str(free_port())
             # blocks of the cache: else it is a gigabyte
-            small = {"max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 256}
+            room = min(256, options.get("max_model_len") or 256)
+            small = {"max_num_seqs": 64, "max_model_len": room, "num_gpu_blocks_override": 256}
             options = {**options, **small, "dtype": dtype, "enforce_eager": True}
             with torch.random.fork_rng():  # the first trainer draws what the others draw
                 engines[key] = engine_class(model, **options)
