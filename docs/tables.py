@@ -26,10 +26,10 @@ from trl_rollout_corr.tools.decision import KEEPS_TRL, ROWS
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
 from trl_rollout_corr.tools.dump.columns import COLUMNS
+from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, SILENCED
 from trl_rollout_corr.tools.monitor.texts import LOOK_AT_PUSH, OF_PUSH
-from trl_rollout_corr.tools.text import yaml_lines
 
 
 RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmarks/arena/alarms.py` writes it

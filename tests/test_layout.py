@@ -68,7 +68,7 @@ CORE = {
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
     "tools": [
-        "text",
+        "formats",
         "recipes",
         "documents",
         "quantised_engine",
@@ -178,7 +178,7 @@ def names(*parts: dict[str, list[str]]) -> list[str]:
 ORDER = names(CORE, TOOLS, {"tools": ["check"]}, OUTSIDE)
 WITHOUT_TORCH = [
     *names({room: CORE[room] for room in ("", "settings")}),
-    "tools.text",
+    "tools.formats",
     "tools.recipes",
     "tools.documents",
     "tools.bands",

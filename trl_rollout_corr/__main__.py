@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from .messages import SelfContainedError, __version__
-from .tools.text import visible
+from .tools.formats import visible
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from ..messages import SelfContainedError, SettingError, __version__
 from ..settings.names import instead_of
-from .text import visible
+from .formats import visible
 from .translation.setting_files import read_document, read_file, system_of
 
 

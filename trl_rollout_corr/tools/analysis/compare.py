@@ -16,9 +16,9 @@ from ...settings.resolve import Settings
 from ..decision import Decision, as_document, in_words
 from ..diagnosis import COLUMNS, decision_of
 from ..dump.reading import Dump, open_dump
+from ..formats import number, three_decimals, yaml_lines
 from ..logs.reading import refuse_log
 from ..run_facts import trl_corrects
-from ..text import number, three_decimals, yaml_lines
 from ..translation.setting_files import has_settings, read_config, read_settings
 from .recompute import Batch, Effect, batch_of, recompute
 from .run import clip_range

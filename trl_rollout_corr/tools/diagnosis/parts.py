@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..text import number
+from ..formats import number
 from .evidence import FLOOR, rms, spearman
 from .observed import DumpedTokens
 

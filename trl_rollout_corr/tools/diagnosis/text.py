@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...messages import capitalized
 from ..decision import as_document, in_words
-from ..text import number, percent, yaml_lines
+from ..formats import number, percent, yaml_lines
 from .effects import EFFECTS
 from .evidence import FLOOR, LARGE
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding

@@ -13,8 +13,8 @@ import numpy as np
 
 from ...messages import capitalized
 from ..decision import KEEPS_TRL
+from ..formats import number, yaml_lines
 from ..monitor.stock import GAP, LENGTH, RATIO, value_of
-from ..text import number, yaml_lines
 
 
 LOW, _HIGH = 0.8, 1.2  # healthy mean ratios, at which steps are about as large as the learning rate says

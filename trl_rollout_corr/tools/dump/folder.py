@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...messages import plain
-from ..text import write_whole
+from ..formats import write_whole
 from .columns import FORMAT, SCHEMA, VERSION
 
 

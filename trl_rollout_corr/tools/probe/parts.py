@@ -21,7 +21,7 @@ from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.evidence import FLOOR, Evidence
 from ..diagnosis.ranking import Diagnosis, Finding
 from ..diagnosis.text import remedy_for
-from ..text import number, percent, yaml_lines
+from ..formats import number, percent, yaml_lines
 
 
 MICRO_BATCH, PADDING, DROPOUT = "micro-batch of the trainer", "padding", "dropout"

@@ -19,8 +19,8 @@ from ..diagnosis import trl_log
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
 from ..diagnosis.trl_log import RatioCourse, suspicions
 from ..dump.sequences import Sequences
+from ..formats import number, percent, steps, yaml_lines
 from ..monitor.rule import Alarm
-from ..text import number, percent, steps, yaml_lines
 from .examples import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected

@@ -14,7 +14,7 @@ from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..text import number, visible
+from ..formats import number, visible
 from .page import Chart, Page
 
 

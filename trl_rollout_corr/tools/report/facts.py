@@ -10,12 +10,12 @@ from ..analysis.run import Run
 from ..bands import HEALTHY, in_words
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
 from ..diagnosis.trl_log import RatioCourse, course_of, headline, suspicions
+from ..formats import number, steps
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
-from ..text import number, steps
 from ..translation.setting_files import settings_of_run
 
 

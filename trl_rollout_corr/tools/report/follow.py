@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..text import write_whole
+from ..formats import write_whole
 
 
 PAUSE = 5.0  # seconds between two pages

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from ...messages import __version__
-from ..text import number, visible
+from ..formats import number, visible
 from .drawing import COLORS, svg
 from .examples import EFFECTS
 from .page import Page

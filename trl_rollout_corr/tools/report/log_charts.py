@@ -9,8 +9,8 @@ import pandas as pd
 
 from ...messages import PREFIX
 from ..bands import HEALTHY, in_words
+from ..formats import number, percent
 from ..monitor.stock import CLIPPED, GAP, LENGTH, RATIO
-from ..text import number, percent
 from .facts import Facts, is_healthy
 from .page import Card, Chart, Curve, Section
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...messages import SelfContainedError
 from ..analysis.run import read_run
-from ..text import visible, write_whole
+from ..formats import visible, write_whole
 from .compose import compose
 from .drawing import png
 from .facts import analyse

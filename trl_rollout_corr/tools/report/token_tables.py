@@ -9,7 +9,7 @@ import pandas as pd
 
 from ...settings.resolve import Settings
 from ..dump.sequences import Sequences
-from ..text import number, percent
+from ..formats import number, percent
 
 
 _ROWS = 12  # of a table of lost tokens

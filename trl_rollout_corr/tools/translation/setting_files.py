@@ -21,7 +21,7 @@ from ...settings.fields import FIELDS
 from ...settings.of_trl import given_to_trl
 from ...settings.presets import DEFAULT, UNSET, VERL_PRESETS, settings_of
 from ...settings.resolve import Settings, resolve
-from ..text import yaml_lines
+from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
 from .of_trl import TRL_KEYS, from_trl
 from .skyrl import from_skyrl, is_skyrl
