@@ -15,7 +15,7 @@ from tests.launching import ROOT, run
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS
-from trl_rollout_corr.tools.translation.of_trl import from_trl
+from trl_rollout_corr.tools.translation.trl import from_trl
 from trl_rollout_corr.tools.translation.verl import from_verl
 
 

@@ -77,7 +77,7 @@ TOOLS = {
         "run_facts",
         "decision",
     ],
-    "tools.translation": ["of_trl", "verl", "skyrl", "counterparts", "setting_files"],
+    "tools.translation": ["trl", "verl", "skyrl", "counterparts", "setting_files"],
     "tools.monitor": [
         "stock",
         "windows",

@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.tools.translation.of_trl import from_trl
+from trl_rollout_corr.tools.translation.trl import from_trl
 
 
 PAGE = (ROOT / "docs/trl.md").read_text()

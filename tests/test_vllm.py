@@ -26,7 +26,7 @@ from tests.training import (
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
 from trl_rollout_corr.tools.diagnosis.text import sure
-from trl_rollout_corr.tools.translation.of_trl import from_trl
+from trl_rollout_corr.tools.translation.trl import from_trl
 
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...messages import plain
 from ...settings.resolve import Settings
-from ..translation.of_trl import TRL_KEYS
+from ..translation.trl import TRL_KEYS
 
 
 # Fields of TRL that `diagnose` advises to set, or that rules and `compare` read. Mappings are cut

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...messages import SettingError, warn
 from ...settings.thresholds import parse_number, parse_truth
-from .of_trl import read_value
 from .skyrl import AS_IN_VERL
+from .trl import read_value
 
 
 TRAINERS = {"grpo": "RolloutCorrectedGRPOTrainer", "rloo": "RolloutCorrectedRLOOTrainer"}

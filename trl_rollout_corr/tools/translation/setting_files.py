@@ -23,8 +23,8 @@ from ...settings.presets import DEFAULT, UNSET, VERL_PRESETS, settings_of
 from ...settings.resolve import Settings, resolve
 from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
-from .of_trl import TRL_KEYS, from_trl
 from .skyrl import from_skyrl, is_skyrl
+from .trl import TRL_KEYS, from_trl
 from .verl import NOT_SET, from_verl, split_verl, with_divergence
 
 

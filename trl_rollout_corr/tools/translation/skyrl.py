@@ -11,7 +11,7 @@ from typing import Any
 
 from ...messages import SettingError, nearest, warn, warn_idle
 from ...settings.thresholds import parse_number, parse_truth
-from .of_trl import OFF, read_value
+from .trl import OFF, read_value
 
 
 _ALGORITHM = "trainer.algorithm."

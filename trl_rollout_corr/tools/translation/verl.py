@@ -12,7 +12,7 @@ from typing import Any
 from ...messages import SettingError, warn, warn_idle
 from ...settings.criteria import FIRST_NAMES
 from ...settings.thresholds import TRUTH, parse_number, parse_rejection_thresholds, parse_truth, parse_weight_threshold
-from .of_trl import OFF, read_keys, read_value
+from .trl import OFF, read_keys, read_value
 
 
 # Names of verl, as data -----------------------------------------------------------------------------------------------
