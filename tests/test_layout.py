@@ -161,7 +161,7 @@ OUTSIDE = {
         "stopping",
         "samples",
         "server_pushes",
-        "trainer",
+        "async_grpo",
     ],
     "axolotl": ["trainer", "plugin"],
     "": ["__main__"],
@@ -209,7 +209,7 @@ WITHOUT_TOOLS = [
     "correction.compute",
     "trainers.grpo",
     "trainers.rloo",
-    *(["asynchronous.trainer"] if HAS_ASYNCHRONOUS else []),
+    *(["asynchronous.async_grpo"] if HAS_ASYNCHRONOUS else []),
 ]
 
 

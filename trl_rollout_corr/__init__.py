@@ -6,7 +6,7 @@ from .messages import __version__ as __version__
 
 
 if TYPE_CHECKING:
-    from .asynchronous.trainer import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
+    from .asynchronous.async_grpo import RolloutCorrectedAsyncGRPOConfig, RolloutCorrectedAsyncGRPOTrainer
     from .correction.compute import compute_rollout_correction
     from .settings.config import RolloutCorrectionConfig
     from .tools.monitor.callback import RolloutCorrectionMonitor
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 
 _MODULES = {
-    "RolloutCorrectedAsyncGRPOConfig": "asynchronous.trainer",
-    "RolloutCorrectedAsyncGRPOTrainer": "asynchronous.trainer",
+    "RolloutCorrectedAsyncGRPOConfig": "asynchronous.async_grpo",
+    "RolloutCorrectedAsyncGRPOTrainer": "asynchronous.async_grpo",
     "RolloutCorrectionConfig": "settings.config",
     "RolloutCorrectedGRPOConfig": "trainers.grpo",
     "RolloutCorrectedGRPOTrainer": "trainers.grpo",
