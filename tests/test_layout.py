@@ -104,7 +104,7 @@ TOOLS = {
     "tools.diagnosis": [
         "observed",
         "evidence",
-        "parts",
+        "location",
         "single_tokens",
         "sampling",
         "drift",

@@ -11,8 +11,8 @@ from .causes import CAUSES, Cause, Test
 from .drift import NONE, with_equal_weights
 from .effects import EFFECTS
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
+from .location import where
 from .observed import DumpedTokens
-from .parts import where
 from .precision import noise_floor
 
 

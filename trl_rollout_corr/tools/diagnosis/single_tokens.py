@@ -6,8 +6,8 @@ values that are not log-probabilities of the sampled tokens.
 import numpy as np
 
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms, spearman, typical
+from .location import Split, begun, completions, growth
 from .observed import BINS, DumpedTokens, mean_of_equal
-from .parts import Split, begun, completions, growth
 
 
 # Quantile at which tokens are compared, because most log-ratios of a confident model are near 0
@@ -343,14 +343,14 @@ def _typical(values: np.ndarray) -> float:
 
 def some_completions(o: DumpedTokens) -> Evidence | None:
     """Test whether some completions show the gap, and others of the same step and age do not."""
-    parts = completions(o)
-    if parts is None or _of_turns_or_padding(o, parts):
+    split = completions(o)
+    if split is None or _of_turns_or_padding(o, split):
         return None
-    rest = ~parts.tokens
-    grows = growth(o, parts)
+    rest = ~split.tokens
+    grows = growth(o, split)
     numbers = {
-        "completions": float(parts.off.sum()), "of": float(parts.of), "contrast": parts.contrast, "grows": grows,
-        "here": rms(o.d[parts.tokens & o.core]), "elsewhere": rms(o.d[rest & o.core]), "begun": begun(o, parts),
+        "completions": float(split.off.sum()), "of": float(split.n_units), "contrast": split.contrast, "grows": grows,
+        "here": rms(o.d[split.tokens & o.core]), "elsewhere": rms(o.d[rest & o.core]), "begun": begun(o, split),
     }  # fmt: skip
     sentence = (
         "|d| is {here} in {completions} of {of} completions, and {elsewhere} in the others of the same steps; a share of "
@@ -360,8 +360,8 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
         sentence += "; it grows with the step there (rank correlation {grows}), as in a replica that gets no weights"
     # a gap that begins inside a completion depends on its tokens
     most = 0.99 if numbers["begun"] > _BEGUN and numbers["elsewhere"] < LARGE else POSSIBLE
-    rows = np.isin(np.arange(len(o.lengths)), o.row[parts.tokens])
-    return Evidence(parts.apart, bounded(parts.share), numbers, sentence, most=most, rows=rows)
+    rows = np.isin(np.arange(len(o.lengths)), o.row[split.tokens])
+    return Evidence(split.apart, bounded(split.share), numbers, sentence, most=most, rows=rows)
 
 
 def by_advantage(o: DumpedTokens) -> Evidence | None:
@@ -392,15 +392,15 @@ def by_advantage(o: DumpedTokens) -> Evidence | None:
     return Evidence(ratio if lowest > 1 else 0.0, share, numbers, sentence, rows=rows)
 
 
-def _of_turns_or_padding(o: DumpedTokens, parts: Split) -> bool:
+def _of_turns_or_padding(o: DumpedTokens, split: Split) -> bool:
     """
     True if only completions with later turns deviate, and not in their first turns, or only padded
     ones.
     """
     first, several = o.core & (o.turn_place == 0), np.unique(o.row[o.turn_place > 0])
-    off = parts.tokens & first
-    of_turns = rms(o.d[off]) < max(FLOOR, rms(o.d[parts.tokens]) / _CLEAN) and bool(np.isin(o.row[off], several).all())
-    rows_off = np.unique(o.row[parts.tokens])
+    off = split.tokens & first
+    of_turns = rms(o.d[off]) < max(FLOOR, rms(o.d[split.tokens]) / _CLEAN) and bool(np.isin(o.row[off], several).all())
+    rows_off = np.unique(o.row[split.tokens])
     rows_sound = np.setdiff1d(np.unique(o.row), rows_off)
     padded, others = o.padding[rows_off], o.padding[rows_sound]
     more = mean((padded[:, None] > others).astype(float) + (padded[:, None] == others) / 2)

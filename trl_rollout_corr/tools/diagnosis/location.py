@@ -29,7 +29,7 @@ class Split(NamedTuple):
     """Units, such as completions, split into deviating and sound ones."""
 
     off: np.ndarray  # True for deviating units, among units that can be judged
-    of: int  # units
+    n_units: int
     apart: float  # how clear the split is: the ratio of the neighbouring levels, or the distance of the two kinds
     contrast: float  # typical level of deviating units, relative to the others
     tokens: np.ndarray  # tokens of deviating units, among all tokens
@@ -45,7 +45,7 @@ def _quantity(share: float) -> str:
     return "All of the gap" if share >= _ALL else f"A share of {number(share)} of d^2"
 
 
-def split(o: DumpedTokens, units: np.ndarray) -> Split | None:
+def split_units(o: DumpedTokens, units: np.ndarray) -> Split | None:
     """
     Split units where their levels are furthest apart. `units`, `(N,)`, numbers the unit of each
     token, below 0 for none. Returns `None` if they are not apart, or if the step or the age of the
@@ -112,7 +112,7 @@ def _beside_sound_ones(
 
 def completions(o: DumpedTokens) -> Split | None:
     """The completions that cause the gap."""
-    return split(o, o.row)
+    return split_units(o, o.row)
 
 
 def where(o: DumpedTokens) -> list[str]:
@@ -125,9 +125,9 @@ def where(o: DumpedTokens) -> list[str]:
     if tokens := _single_tokens(o):
         return [tokens]
     sentences = []
-    prompts = split(o, o.prompt[o.row])
+    prompts = split_units(o, o.prompt[o.row])
     rows = completions(o)
-    if prompts is not None and prompts.of * _TIMES <= len(np.unique(o.row)):
+    if prompts is not None and prompts.n_units * _TIMES <= len(np.unique(o.row)):
         sentences.append(f"{prompts.quantity} is in {_count(prompts, 'prompts')}.")
     if later := _in_later_turns(o):
         sentences.append(later)
@@ -148,8 +148,8 @@ def _in_later_turns(o: DumpedTokens) -> str:
     return f"{_quantity(share)} is in the turns after the first of a completion, {turns:,} of {every:,} turns."
 
 
-def _count(parts: Split, units: str) -> str:
-    return f"{int(parts.off.sum()):,} of {parts.of:,} {units}"
+def _count(split: Split, units: str) -> str:
+    return f"{int(split.off.sum()):,} of {split.n_units:,} {units}"
 
 
 def _single_tokens(o: DumpedTokens) -> str:
@@ -169,22 +169,22 @@ def _token(o: DumpedTokens, i: int) -> str:
     return f"token {o.position[i] + 1} of a completion of step {o.step[o.row[i]]}{o.words(i)}, with {sides}"
 
 
-def growth(o: DumpedTokens, parts: Split) -> float:
+def growth(o: DumpedTokens, split: Split) -> float:
     """
     Rank correlation of the step with the size of the log-ratio at the tokens of deviating units.
     """
-    here = parts.tokens & o.core
+    here = split.tokens & o.core
     return spearman(o.step[o.row[here]].astype(float), np.abs(o.d[here]))
 
 
-def begun(o: DumpedTokens, parts: Split) -> float:
+def begun(o: DumpedTokens, split: Split) -> float:
     """
     Share of the deviating completions that deviate from their beginning: one of the first three
     tokens where a gap can show is further off than in sound completions.
     """
     visible = o.core & (o.usual > FLOOR)
-    sound = rms((o.d / np.maximum(o.usual, FLOOR))[visible & ~parts.tokens])
+    sound = rms((o.d / np.maximum(o.usual, FLOOR))[visible & ~split.tokens])
     far = np.abs(o.d) > np.maximum(3 * sound * o.usual, FLOOR / 2)
-    here = np.flatnonzero(visible & parts.tokens)
+    here = np.flatnonzero(visible & split.tokens)
     starts = np.flatnonzero(np.diff(o.row[here], prepend=-1))
     return float(np.mean([far[here[i : i + 3]].any() for i in starts])) if len(starts) else 0.0
