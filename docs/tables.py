@@ -195,15 +195,9 @@ def decisions(_: str) -> str:
     """The answers of `trl_rollout_corr/tools/decision.py`. The first one that fits counts."""
     rows = [(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise", row) for row in ROWS]
     rows.append(("otherwise, to keep TRL's loss", KEEPS_TRL))
-    lines = [
-        [
-            when,
-            ", ".join(f"`{x}`" for x in yaml_lines(row.set).splitlines()) or "leave the settings as they are",
-            row.why,
-        ]
-        for when, row in rows
-    ]
-    return grid(["situation", "answer", "reason"], lines)
+    answers = [", ".join(f"`{line}`" for line in yaml_lines(row.set).splitlines()) for _, row in rows]
+    lines = [[when, answer or "leave the settings as they are"] for (when, _), answer in zip(rows, answers, strict=True)]
+    return grid(["situation", "answer"], lines)
 
 
 def cause_sections(inside: str) -> str:
