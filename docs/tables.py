@@ -24,7 +24,7 @@ from trl_rollout_corr.settings.thresholds import is_by_sign
 from trl_rollout_corr.tools.bands import in_words
 from trl_rollout_corr.tools.decision import KEEPS_TRL, ROWS
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
-from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
+from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.rule import Bound
@@ -202,7 +202,7 @@ def decisions(_: str) -> str:
 
 def cause_sections(inside: str) -> str:
     text = {}
-    for name, it in {**EFFECTS, **CAUSES}.items():
+    for name, it in {**OTHER_CAUSES, **CAUSES}.items():
         more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
         remedy = it.remedy.replace(HIDES, "Do not correct for it.")
         text[name] = wrapped(f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}")

@@ -29,8 +29,8 @@ from trl_rollout_corr.tools.decision import (
     row_of,
 )
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
-from trl_rollout_corr.tools.diagnosis.effects import EFFECTS
 from trl_rollout_corr.tools.diagnosis.evidence import Evidence
+from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for
 from trl_rollout_corr.tools.dump import folder as dump
@@ -257,7 +257,7 @@ def test_alarms_and_causes_name_what_the_trainer_has(trainer, name):
             has_what_is_named(fill(bound.advice, window, value=0.4, limit=0.5, side="below"), trainer)
     absent = {"adapter_missing"} if trainer != "AsyncGRPO" else set()
     in_effect = settings_in_effect(config, config.settings)
-    for cause in sorted({*CAUSES, *EFFECTS} - absent):
+    for cause in sorted({*CAUSES, *OTHER_CAUSES} - absent):
         finding = Finding(cause, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
         diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, config.settings, in_effect)
         text, settings = remedy_for(diagnosis, finding)

@@ -110,7 +110,7 @@ TOOLS = {
         "drift",
         "precision",
         "causes",
-        "effects",
+        "other_causes",
         "ranking",
         "text",
         "trl_log",

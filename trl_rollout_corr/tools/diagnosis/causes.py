@@ -20,7 +20,7 @@ class Test(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """A cause of the gap between trainer and sampler."""
+    """A cause of the gap between trainer and sampler, or of other harm (`other_causes.py`)."""
 
     title: str  # in one line
     test: Test  # the test that finds it

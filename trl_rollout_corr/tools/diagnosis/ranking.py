@@ -9,10 +9,10 @@ from ..monitor.rules import BOUNDS
 from ..run_facts import clips_by_trl
 from .causes import CAUSES, Cause, Test
 from .drift import NONE, with_equal_weights
-from .effects import EFFECTS
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .location import where
 from .observed import DumpedTokens
+from .other_causes import OTHER_CAUSES
 from .precision import noise_floor
 
 
@@ -82,14 +82,14 @@ _ROUNDING = 0.002
 class Finding(NamedTuple):
     """A cause that was found."""
 
-    name: str  # key of `CAUSES`
+    name: str  # key of `CAUSES` or `OTHER_CAUSES`
     certainty: float  # from 0.5 to 0.99
     share: float  # of the sum of squared log-ratios that it explains
     evidence: Evidence
 
     @property
     def cause(self) -> Cause:
-        return EFFECTS.get(self.name) or CAUSES[self.name]
+        return OTHER_CAUSES.get(self.name) or CAUSES[self.name]
 
 
 class Diagnosis(NamedTuple):
@@ -169,7 +169,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     faults = [finding for finding in findings if not finding.cause.normal]
     normal = [finding for finding in findings if finding.cause.normal]
     faults = [x for finding in faults for x in (finding, *_within(o, finding, without))]
-    findings = faults + _effects(o) + normal  # a fault also causes the effects of a large gap
+    findings = faults + _other(o) + normal  # a fault also causes the effects of a large gap
     verdict = "found" if findings else _without_cause(o)
     floor = None if o.coarser else noise_floor(o)
     multiple = floor**-0.5 if floor else None
@@ -239,9 +239,9 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
     return findings, False
 
 
-def _effects(o: DumpedTokens) -> list[Finding]:
-    """Findings about what the run does with the gap, whatever its causes."""
-    found = _found(o, [(name, effect.test) for name, effect in EFFECTS.items()])
+def _other(o: DumpedTokens) -> list[Finding]:
+    """Findings about what the run does with its gap or its weights, whatever causes the gap."""
+    found = _found(o, [(name, cause.test) for name, cause in OTHER_CAUSES.items()])
     return [finding._replace(certainty=min(finding.certainty, finding.evidence.most)) for finding in found]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from ...messages import capitalized
 from ..decision import as_document, in_words
 from ..formats import number, percent, yaml_lines
-from .effects import EFFECTS
 from .evidence import FLOOR, LARGE
+from .other_causes import OTHER_CAUSES
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
 
 
@@ -95,7 +95,7 @@ def explains(finding: Finding) -> str:
         return "explains nothing of d^2, because these tokens have no d"
     if finding.name == "frozen_base":
         return "explains nothing of d^2, because trainer and sampler share it"
-    if finding.name in EFFECTS:
+    if finding.name in OTHER_CAUSES:
         return "explains nothing of d^2, because it is what the run does with the gap"
     return f"explains {percent(round(finding.share, 2))} of d^2"
 

@@ -1,6 +1,5 @@
 """
-Faults in what a run does with its gap or its weights. They are no causes of the gap, so they
-explain no share of it.
+Causes of harm in what a run does with its gap or its weights. They do not cause the gap, so they explain no share of it.
 """
 
 import numpy as np
@@ -51,7 +50,7 @@ def frozen_base(o: DumpedTokens) -> Evidence | None:
     return Evidence(1.0, 0.0, {}, sentence, words=f" ({changed})") if changed else None
 
 
-EFFECTS: dict[str, Cause] = {
+OTHER_CAUSES: dict[str, Cause] = {
     "whole_completions": Cause(
         "weights of whole completions, which shrink with length",
         Test(whole_completions, 0.2, 0.3),
