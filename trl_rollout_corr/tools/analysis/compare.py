@@ -20,7 +20,7 @@ from ..formats import number, three_decimals, yaml_lines
 from ..logs.reading import refuse_log
 from ..run_facts import trl_corrects
 from ..translation.setting_files import has_settings, read_config, read_settings
-from .recompute import Batch, Effect, batch_of, recompute
+from .recompute import Batch, Outcome, batch_of, recompute
 from .run import clip_range
 from .spread import Spread, spread_of
 
@@ -43,7 +43,7 @@ class Comparison(NamedTuple):
 
     batch: Batch  # the sequences
     run: Settings  # in effect in the run
-    effects: list[tuple[str, Settings, Effect]]  # for each row of the table, with its name and settings
+    outcomes: list[tuple[str, Settings, Outcome]]  # for each row of the table, with its name and settings
     left_out: int  # presets without a row
     spread: Spread  # of the log-ratio
     notes: list[str]  # sentences about the sequences and the run
@@ -74,8 +74,8 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     row = str(decision.set.get("rollout_correction", _THIS_RUN))
     settings = {_THIS_RUN: run, **shown, **{file: read_config(file).settings for file in files}}
     notes = _notes(dump, run)
-    effects = _effects(batch, settings, clip_range(dump.settings), notes)
-    comparison = Comparison(batch, run, effects, len(presets) - len(shown), spread, notes, decision, row)
+    outcomes = _outcomes(batch, settings, clip_range(dump.settings), notes)
+    comparison = Comparison(batch, run, outcomes, len(presets) - len(shown), spread, notes, decision, row)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
@@ -101,28 +101,28 @@ def _notes(dump: Dump, run: Settings) -> list[str]:
     return notes
 
 
-def _effects(
+def _outcomes(
     batch: Batch, settings: dict[str, Settings], clip: tuple[float, float], notes: list[str]
-) -> list[tuple[str, Settings, Effect]]:
-    """The effect of each setting."""
-    effects = []
+) -> list[tuple[str, Settings, Outcome]]:
+    """What each setting does to the sequences, by the name of its row."""
+    outcomes = []
     broken = sum(int(block.tokens(neutralize=False).broken.sum()) for block in batch.blocks)
     if broken:
         notes.append(f"{broken} of {batch.n_tokens} tokens lack a finite log-probability.")
     for name, tried in settings.items():
-        effect = Effect()
+        outcome = Outcome()
         if broken and tried.rollout_nan_policy == "raise":
             notes.append(f"{name}: `rollout_nan_policy: raise` ends the run at these sequences.")
         else:
-            effect = recompute(batch, tried, clip=clip, as_dumped=name == _THIS_RUN)
-        effects.append((name, tried, effect))
+            outcome = recompute(batch, tried, clip=clip, as_dumped=name == _THIS_RUN)
+        outcomes.append((name, tried, outcome))
     if settings[_THIS_RUN].rollout_metrics_only:
         notes.append(
             "This run only measures (`rollout_metrics_only`): its row shows the settings as if they were applied."
         )
     if not any(block.advantages.any() for block in batch.blocks):
         notes.append("Every advantage is 0, so there is no gradient to compare.")
-    return effects
+    return outcomes
 
 
 def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
@@ -154,7 +154,7 @@ def _as_markdown(c: Comparison) -> str:
         else []
     )
     header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
-    rows = [[_marked(name, c.row), *map(three_decimals, effect)] for name, _, effect in c.effects]
+    rows = [[_marked(name, c.row), *map(three_decimals, outcome)] for name, _, outcome in c.outcomes]
     lines = [
         f"{c.batch.n_sequences} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
         f"The run: {mode}; the trainer's log-probabilities come from the {policy} policy.",
@@ -202,10 +202,10 @@ def _as_json(c: Comparison) -> str:
             {
                 "name": name,
                 "reference": name == _REFERENCE,
-                **effect._asdict(),
+                **outcome._asdict(),
                 "fields": dataclasses.asdict(settings),
             }
-            for name, settings, effect in c.effects
+            for name, settings, outcome in c.outcomes
         ],
         "spread": {"s": c.spread.s, "mean_length": c.spread.lengths.mean().item()},
         "recommendation": {"row": c.row, **as_document(c.decision)},

@@ -60,8 +60,8 @@ class Batch(NamedTuple):
         return sum(int(block.mask.sum()) for block in self.blocks)
 
 
-class Effect(NamedTuple):
-    """Effect of settings on sequences. `None` where a number is not defined."""
+class Outcome(NamedTuple):
+    """What settings do to sequences. `None` where a number is not defined."""
 
     rejected: float | None = None  # share of the tokens that a criterion rejects
     sample_size: float | None = None  # effective sample size of the weights, as a share of the tokens
@@ -168,9 +168,9 @@ def recompute(
     *,
     clip: tuple[float, float],
     as_dumped: bool = False,
-) -> Effect:
+) -> Outcome:
     """
-    Effect of settings on sequences or, `as_dumped`, of the correction that the run itself wrote.
+    What settings do to sequences or, `as_dumped`, of the correction that the run itself wrote.
     """
     corrections, neutralize = _correct(batch, settings), settings.rollout_nan_policy == "neutralize"
     tokens = kept = 0.0
@@ -189,7 +189,7 @@ def recompute(
         products += _gradients(block, factor)
     statistics = sum((x.statistics for x in corrections[1:]), corrections[0].statistics)
     share = float("nan") if not tokens else 1 / tokens
-    return Effect(
+    return Outcome(
         None if not settings.criteria else 1 - kept * share,
         statistics.finish().get(f"{PREFIX}rollout_is_eff_sample_size"),
         coefficient * share,
