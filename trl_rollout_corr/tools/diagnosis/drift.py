@@ -74,7 +74,7 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
 # What the scores after pushes show -----------------------------------------------------------------------------------------
 
 
-class Pushes(NamedTuple):
+class ScoredPushes(NamedTuple):
     """What the scores after pushes show of the weights: whether they `arrive`, are `lost`, or arrive in `part`."""
 
     arrival: Literal["arrive", "lost", "part", "unknown"]
@@ -93,23 +93,23 @@ _SCORES = (
 )
 
 
-def pushes(o: DumpedTokens) -> Pushes:
+def scored_pushes(o: DumpedTokens) -> ScoredPushes:
     """
     Whether weights arrive, by the scores after the latest pushes. With equal weights the two sides are as far apart as
     after the first push; if they are further apart, the push was lost if the sampler stands still.
     """
     if len(o.scored_again) < 2 or not o.k3:
-        return Pushes("unknown")
+        return ScoredPushes("unknown")
     usual = max(min(fresh for _, fresh, _ in o.scored_again), _SAME)
     step, fresh, age = o.scored_again[-1]
     if max(fresh for _, fresh, _ in o.scored_again[1:]) < NONE * o.k3:
         # what happened after the latest score was not observed
-        return Pushes("arrive" if _k3_until(o, step) > _HALF * o.k3 else "unknown", step, fresh, age)
+        return ScoredPushes("arrive" if _k3_until(o, step) > _HALF * o.k3 else "unknown", step, fresh, age)
     if not np.isfinite(age) or fresh < _FURTHER * usual:
-        return Pushes("unknown")
+        return ScoredPushes("unknown")
     _, noise, other_noise = o.scored_again[0]  # of the kernels: right after the first push nothing has moved
     still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
-    return Pushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
+    return ScoredPushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
 
 
 def _k3_until(o: DumpedTokens, step: int) -> float:
@@ -145,7 +145,7 @@ def _serves_adapters(o: DumpedTokens) -> bool:
 
 def _apart(o: DumpedTokens) -> Evidence | None:
     """Test whether pushes are lost: by the scores after them, and without scores by the course of the gap."""
-    seen = pushes(o)
+    seen = scored_pushes(o)
     if seen.arrival == "lost":
         # updates that the sampler rounds away look the same
         most = POSSIBLE if o.quantised or o.coarser else 0.99
@@ -184,7 +184,7 @@ def _drifts_apart(o: DumpedTokens) -> Evidence | None:
 
 def pushed_in_part(o: DumpedTokens) -> Evidence | None:
     """Test whether the two sides move apart although the sampler moves: by the scores after pushes."""
-    seen = pushes(o)
+    seen = scored_pushes(o)
     if seen.arrival != "part" or not _falls_behind(o):
         return None
     sentence = (
@@ -305,7 +305,7 @@ def _level(size: np.ndarray, step: np.ndarray) -> bool:
 
 def stale(o: DumpedTokens) -> Evidence | None:
     ages = np.unique(o.staleness[np.isfinite(o.staleness)])
-    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF or pushes(o).arrival == "lost":
+    if _visits(o) or stands_still(o) or with_equal_weights(o) > _HALF or scored_pushes(o).arrival == "lost":
         return None
     if len(ages) < 2:
         return _of_one_age(o, float(ages.sum()))
@@ -314,7 +314,9 @@ def stale(o: DumpedTokens) -> Evidence | None:
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     evidence = growing(o, o.staleness, sentence)
     # weights that never arrive may explain a gap that grows with the step at equal age, and not with the age
-    doubtful = pushes(o).arrival != "arrive" and (_step_explains(o) or (_serves_adapters(o) and not _age_explains(o)))
+    doubtful = scored_pushes(o).arrival != "arrive" and (
+        _step_explains(o) or (_serves_adapters(o) and not _age_explains(o))
+    )
     numbers = {**evidence.numbers, "oldest": float(ages.max())} if evidence else {}
     return evidence and evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
 
@@ -327,7 +329,7 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
     if _as_small_as_rounding(o) or complete_at_once(o):
         return None
-    seen = pushes(o)
+    seen = scored_pushes(o)
     onset, rewarded = _onset(o), with_advantage(o)
     begun = max(onset.statistic, 0.0) if onset is not None and o.step.min() <= 1 else 0.0
     if seen.arrival == "part" and _falls_behind(o):
