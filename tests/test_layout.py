@@ -58,7 +58,7 @@ CORE = {
         "vllm_engine",
         "reloading",
         "pushes",
-        "situation",
+        "rounding_notice",
         "batches",
         "mixin",
         "grpo",

@@ -29,7 +29,7 @@ from .metadata import engine_metadata, trainer_metadata
 from .model_checks import check_dropout, check_types
 from .observer import CorrectedBatch, Moment, Observer
 from .ranks import largest, leaving_together
-from .situation import Situation
+from .rounding_notice import RoundingNotice
 from .trl_interface import check_config_class
 from .vllm_engine import check_server_logprobs, read_configuration
 from .watcher import Watcher, watchers_among
@@ -90,7 +90,7 @@ class CorrectsBatches(_Host):
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
         self._rounding, self._rounding_step = Rounding(self.accelerator.device), -1
-        self._situation = Situation(self._settings)
+        self._rounding_notice = RoundingNotice(self._settings)
         for field in self._watched_fields:
             watcher = tool(field).of(self)
             if watcher is not None:
@@ -257,7 +257,7 @@ class CorrectsBatches(_Host):
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
             metrics = self._close_window(self._now)
             if "loss" in logs and self.is_world_process_zero():
-                news = self._situation.news(self.state.global_step, metrics)
+                news = self._rounding_notice.news(self.state.global_step, metrics)
                 if news is not None:
                     tqdm.write(news)
             self._metrics[self._now.mode].update({key: [value] for key, value in metrics.items()})

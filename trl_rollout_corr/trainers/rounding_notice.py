@@ -15,7 +15,7 @@ class _Said(NamedTuple):
     rounding: float
 
 
-class Situation:
+class RoundingNotice:
     """Memory of what was said last about a run whose bounds depend on what rounding alone does."""
 
     def __init__(self, settings: Settings) -> None:
