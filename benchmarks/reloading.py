@@ -5,7 +5,7 @@ from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_rollout_corr.trainers.pushes import needs_reload, reload, sending
+from trl_rollout_corr.trainers.pushes import needs_reload, push_through_reload, sending
 
 
 def push_by_reload(generation: VLLMGeneration) -> None:
@@ -16,7 +16,7 @@ def push_by_reload(generation: VLLMGeneration) -> None:
 
     @wraps(sync_weights)
     def reload_weights(*args: Any, **kwargs: Any) -> None:
-        with sending(generation, "_iter_named_params", lambda weights: reload(generation, weights)):
+        with sending(generation, "_iter_named_params", lambda weights: push_through_reload(generation, weights)):
             sync_weights(*args, **kwargs)
 
     generation.sync_weights = reload_weights

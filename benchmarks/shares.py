@@ -43,8 +43,8 @@ from trl_rollout_corr.tools.probe.parts import (
     Part,
     Scored,
     chain_of,
-    k3,
-    split,
+    k3_of,
+    split_gap,
 )
 from trl_rollout_corr.tools.probe.probe import in_process
 from trl_rollout_corr.tools.probe.process import Probe, build, run
@@ -119,7 +119,7 @@ def measured(probe: Probe, folder: Path, *faults: str) -> tuple[Part, dict[str, 
 
 def parts_of(first: Scored, tried: dict[str, Scored], names: dict[str, set[str]]) -> tuple[Part, dict[str, Part]]:
     """The whole, and the part of each fault that the chain has."""
-    parts = {part.name: part for part in split(first.logps["as_it_is"], chain_of(first, tried))}
+    parts = {part.name: part for part in split_gap(first.logps["as_it_is"], chain_of(first, tried))}
     return parts[WHOLE], {fault: parts[name] for fault in names for name in names[fault] & parts.keys()}
 
 
@@ -154,7 +154,9 @@ def of_engines(request: dict[str, object], folder: Path, sizes: dict[str, float]
             scored[name] = in_process(title, {**request, **more}, folder / title).logps["sampler"]
         return scored[name]
 
-    known = k3(first.logps["alone"].astype(float) - rounded(request["model"], torch.load(tokens, weights_only=False)))
+    known = k3_of(
+        first.logps["alone"].astype(float) - rounded(request["model"], torch.load(tokens, weights_only=False))
+    )
     sizes["quantisation"] = float(known.mean())
     for faults in COMBINATIONS:
         without_bits = [fault for fault in faults if fault not in BITS]

@@ -21,7 +21,7 @@ from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, settings_of
 from trl_rollout_corr.settings.thresholds import is_by_sign
-from trl_rollout_corr.tools.bands import in_words
+from trl_rollout_corr.tools.bands import band_in_words
 from trl_rollout_corr.tools.decision import KEEPS_TRL, ROWS
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
@@ -212,7 +212,7 @@ def cause_sections(inside: str) -> str:
 def metrics(table: str) -> str:
     def cells(name: str) -> dict[str, str]:
         raised = [f"[`{bound.name}`](alarms.md#{bound.name})" for bound in BOUNDS.values() if bound.key == name]
-        return {"healthy": in_words(name), "alarms": ", ".join(raised)}
+        return {"healthy": band_in_words(name), "alarms": ", ".join(raised)}
 
     return completed(table, cells)
 

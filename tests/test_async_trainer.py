@@ -530,7 +530,7 @@ def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch,
     from trl_rollout_corr.tools.arrival import push_checks
 
     replicas = ReplicasHere(tiny_model_path, misses)
-    monkeypatch.setattr(push_checks, "score_text", replicas.score)
+    monkeypatch.setattr(push_checks, "score_on_server", replicas.score)
     monkeypatch.setattr(PushesToServer, "server", "http://here")
     server = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": "processed_logprobs"}}
     monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)

@@ -20,7 +20,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.arrival.push_checks import Unmoved
 from trl_rollout_corr.tools.arrival.rescore import Rescored
-from trl_rollout_corr.tools.bands import HEALTHY, in_words
+from trl_rollout_corr.tools.bands import HEALTHY, band_in_words
 from trl_rollout_corr.tools.replay.router_hooks import Flips
 from trl_rollout_corr.tools.report.facts import analyse, state_of
 
@@ -305,7 +305,9 @@ def healthy_claims(document: str) -> dict[str, list[str]]:
 def test_healthy_bands_are_those_of_the_code(document, keys):
     claims = healthy_claims(document)
     for key in keys:
-        assert any(re.search(rf"(^|\W){re.escape(in_words(key))}(\W|$)", claim) for claim in claims[key]), claims[key]
+        assert any(re.search(rf"(^|\W){re.escape(band_in_words(key))}(\W|$)", claim) for claim in claims[key]), claims[
+            key
+        ]
 
 
 def test_every_document_is_listed():

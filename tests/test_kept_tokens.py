@@ -16,7 +16,7 @@ from trl_rollout_corr.tools.replay.kept_tokens import (
     KEPT,
     KEPT_SIZES,
     Sets,
-    columns_of,
+    columns_of_sets,
     kept_logps,
     over_kept_tokens,
 )
@@ -141,7 +141,7 @@ def test_a_kept_set_that_the_candidates_do_not_hold_is_no_sample(make, monkeypat
 
 def test_a_large_set_takes_no_room_from_the_others():
     wide = [*range(500)]
-    ids, sizes = columns_of([[[4, 2], [7], wide], [[5]], []], 4, torch.device("cpu")).values()
+    ids, sizes = columns_of_sets([[[4, 2], [7], wide], [[5]], []], 4, torch.device("cpu")).values()
     assert sizes.tolist() == [[2, 1, 500, 0], [1, 0, 0, 0], [0] * 4]
     assert ids.tolist() == [[4, 2, 7, *wide], [5] + [-1] * 502, [-1] * 503]
     sizes = torch.tensor([2, 1, 500, 3, 8])
@@ -217,7 +217,7 @@ def test_the_whole_vocabulary_has_no_backward_pass_where_all_sets_are_known(tiny
             logits.register_hook(lambda slope: passes.append(slope.abs().sum()))
         return logits.log_softmax(-1).gather(2, input_ids[:, -n:, None])[..., 0], None
 
-    columns = columns_of([[[5, 6], [6, 2, 1]], [[9, 3]] if complete else []], 2, ids.device)
+    columns = columns_of_sets([[[5, 6], [6, 2, 1]], [[9, 3]] if complete else []], 2, ids.device)
     logps, _ = over_kept_tokens(forward, columns, 1.0, lambda model: model, model, ids, mask, 2)
     (logps * mask[:, 2:]).sum().backward()
     assert bool(passes) != complete

@@ -45,8 +45,8 @@ from trl_rollout_corr.tools.probe.parts import (
     chain_of,
     diagnose_parts,
     judged,
-    k3,
-    split,
+    k3_of,
+    split_gap,
     write_answer,
     write_parts,
     write_trials,
@@ -87,7 +87,7 @@ def answers(n=40_000, seed=0, facts=FACTS, **sizes):
 
 
 def parts_of(first, tried):
-    return {part.name: part for part in split(first.logps["as_it_is"], chain_of(first, tried))}
+    return {part.name: part for part in split_gap(first.logps["as_it_is"], chain_of(first, tried))}
 
 
 def test_parts_add_up_and_each_has_the_size_that_was_put_in():
@@ -97,7 +97,7 @@ def test_parts_add_up_and_each_has_the_size_that_was_put_in():
     whole = found.pop(WHOLE)
     d = first.logps["as_it_is"].astype(float) - first.logps["sampled"]
     assert sum(part.k3 for part in found.values()) == pytest.approx(whole.k3, rel=1e-9)
-    assert whole.k3 == pytest.approx(k3(d).mean(), rel=1e-9)
+    assert whole.k3 == pytest.approx(k3_of(d).mean(), rel=1e-9)
     put_in = {DROPOUT: 0.1**2, PADDING: 0.02**2, HEAD: 2 * 0.05**2, BODY: 2 * 0.03**2, CACHE: 0.04**2, PUSH: 0.15**2}
     for name, square in put_in.items():
         assert found[name].k3 == pytest.approx(square / 2, rel=0.1, abs=1e-5), name
@@ -284,18 +284,18 @@ def request(model, folder, *options, **fields):
 
 
 def test_a_run_that_a_probe_cannot_split_is_refused(tiny_model_path, tmp_path):
-    from trl_rollout_corr.tools.probe.process import read
+    from trl_rollout_corr.tools.probe.process import read_request
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
-        read(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
+        read_request(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
     with pytest.raises(ValueError, match=r"`vllm_mode` is 'server'.*`--vllm_mode colocate`, and the options of your"):
-        read(request(tiny_model_path, tmp_path, "--vllm_mode", "server"))
+        read_request(request(tiny_model_path, tmp_path, "--vllm_mode", "server"))
     with pytest.raises(ValueError, match=r"`rollout_support` is 'replay'.* Remove it, and `top_p`"):
-        read(request(tiny_model_path, tmp_path, "--rollout_support", "replay", "--top_k", "5"))
+        read_request(request(tiny_model_path, tmp_path, "--rollout_support", "replay", "--top_k", "5"))
     with pytest.raises(ValueError, match=r"not used.*temperatura"):
-        read(request(tiny_model_path, tmp_path, "--temperatura", "1"))
+        read_request(request(tiny_model_path, tmp_path, "--temperatura", "1"))
     with pytest.raises(ValueError, match=r"not used.*dump"):
-        read(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
+        read_request(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
 
 
 def test_a_value_that_argparse_refuses_is_named(tiny_model_path, tmp_path):
@@ -373,11 +373,11 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     """As far as its first batch goes."""
-    from trl_rollout_corr.tools.probe.process import read, shortened
+    from trl_rollout_corr.tools.probe.process import read_request, shortened
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     colocate = ["--vllm_mode", "colocate"] if recipe == "grpo/server.yaml" else []
-    _, args, _ = read(request(tiny_model_path, tmp_path, *colocate, **fields))
+    _, args, _ = read_request(request(tiny_model_path, tmp_path, *colocate, **fields))
     short = shortened(args, 63, 128, {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}})
     assert short.per_device_train_batch_size == args.per_device_train_batch_size
     assert 63 <= short.generation_batch_size < 63 + 2 * args.per_device_train_batch_size
@@ -390,10 +390,10 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     "ignore:.rollout_engine_kwargs. changes"
 )  # a setting of which nobody knows whether it matters
 def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
-    from trl_rollout_corr.tools.probe.process import read, shortened
+    from trl_rollout_corr.tools.probe.process import read_request, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
-    _, args, _ = read(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
+    _, args, _ = read_request(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
     facts = {
         **FACTS,
         "engine_kwargs": args.settings.rollout_engine_kwargs,
@@ -524,7 +524,7 @@ def saying_yes(tmp_path, monkeypatch):
 
 def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
     from trl_rollout_corr.tools.probe.process import build as build_probe
-    from trl_rollout_corr.tools.probe.process import read
+    from trl_rollout_corr.tools.probe.process import read_request
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")
@@ -534,5 +534,5 @@ def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_mod
     assert saying_yes.read_text() == ""
     recipe.write_text("use_vllm: true\ntrust_remote_code: true\n")
     for line, options in ((["--trust_remote_code", "true"], {}), ([], {"config": str(recipe)})):
-        assert read(request(model_with_code, tmp_path, *line, **options))[1].trust_remote_code is True
-    assert read(request(tiny_model_path, tmp_path))[1].trust_remote_code is False
+        assert read_request(request(model_with_code, tmp_path, *line, **options))[1].trust_remote_code is True
+    assert read_request(request(tiny_model_path, tmp_path))[1].trust_remote_code is False

@@ -18,7 +18,7 @@ from tests.launching import output_of, serving
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, losing, messages
 from trl_rollout_corr.tools import quantised_engine as engine
-from trl_rollout_corr.tools.arrival.server import read_server, score_text
+from trl_rollout_corr.tools.arrival.server import read_server, score_on_server
 from trl_rollout_corr.tools.quantised_engine import build_quantised, check_scheme
 
 
@@ -170,11 +170,11 @@ def test_a_server_quantises_weights_that_come_through_files(make, tiny_model_pat
         transfer = parts_for_a_cpu().DiskWeightTransfer(url, tmp_path / "weights")
         transfer.init_weight_transfer()
         texts = [prompt["prompt_token_ids"] for prompt in TEXT]
-        before, first = flat([score_text(url, tiny_model_path, text) for text in texts]), read_server(url, [])
+        before, first = flat([score_on_server(url, tiny_model_path, text) for text in texts]), read_server(url, [])
         transfer.pause()
         transfer.send_weights(trainer.vllm_generation._iter_named_params())
         transfer.resume()
-        after, second = flat([score_text(url, tiny_model_path, text) for text in texts]), read_server(url, [])
+        after, second = flat([score_on_server(url, tiny_model_path, text) for text in texts]), read_server(url, [])
     assert after == pytest.approx(expected, abs=1e-5)
     assert before != pytest.approx(expected, abs=1e-2)
     assert len(second["quantised"]) == 8

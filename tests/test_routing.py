@@ -28,7 +28,7 @@ from tests.training import backward as backward_of
 from tests.training import build as build_trainer
 from trl_rollout_corr.tools.replay.capture import RecordingEngine
 from trl_rollout_corr.tools.replay.router_hooks import RouterHooks
-from trl_rollout_corr.tools.replay.routers import ROUTERS, experts_of, find_routers, take
+from trl_rollout_corr.tools.replay.routers import ROUTERS, chosen_experts, find_routers, take
 from trl_rollout_corr.tools.replay.sampled_experts import SampledRoutes
 from trl_rollout_corr.trainers.keys import AGAIN_LOGPS
 
@@ -102,7 +102,7 @@ def routes_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Experts that a model chooses itself, `(B, S, L, k)`."""
     found = {}
     handles = [
-        router.register_forward_hook(lambda module, args, out, i=i: found.update({i: experts_of(module, out)}))
+        router.register_forward_hook(lambda module, args, out, i=i: found.update({i: chosen_experts(module, out)}))
         for i, router in find_routers(model).items()
     ]
     with torch.no_grad():

@@ -15,8 +15,8 @@ import torch
 from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build_checked, counting_forwards, losing, losses, messages, saying
-from trl_rollout_corr.tools.arrival.fingerprints import fingerprint, packed_columns, read, some_columns
-from trl_rollout_corr.tools.arrival.server import AdapterCheck, read_server, replicas_of, score_text
+from trl_rollout_corr.tools.arrival.fingerprints import fingerprint, packed_columns, read_weights, some_columns
+from trl_rollout_corr.tools.arrival.server import AdapterCheck, read_server, replicas_of, score_on_server
 from trl_rollout_corr.tools.arrival.weights import WeightCheck
 
 
@@ -204,7 +204,7 @@ def test_the_columns_of_a_packed_layer_are_those_of_its_weight():
 def test_a_quantised_layer_is_named():
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)})
     model["q_proj"].weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-    found = read(model, ["q_proj.weight", "norm.weight"])
+    found = read_weights(model, ["q_proj.weight", "norm.weight"])
     assert found["places"] == {name: [name] for name in ("q_proj.weight", "norm.weight")}
     assert found["quantised"] == ["q_proj.weight"]
 
@@ -277,12 +277,12 @@ def server():
 def test_a_server_scores_a_text(server):
     url, state = server
     state["logp"] = -1.0
-    assert score_text(url, "model", [3, 4, 5]) == [-5.0, -6.0]
+    assert score_on_server(url, "model", [3, 4, 5]) == [-5.0, -6.0]
     assert state["replica"] is None
-    assert score_text(url, "model", [6, 7], 1) == [-8.0]
+    assert score_on_server(url, "model", [6, 7], 1) == [-8.0]
     assert state["replica"] == "1"
     state["logp"] = -9999.0 + 4  # which stands for minus infinity
-    assert score_text(url, "model", [3, 4, 3]) == [-math.inf, -9998.0]
+    assert score_on_server(url, "model", [3, 4, 3]) == [-math.inf, -9998.0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 from ..settings.resolve import Settings
 from ..trainers.trl_checks import (
     Check,
-    check_monitor_bounds,
+    check_names_of_bounds,
     check_temperature,
     normalizes_over,
     warn_about_clipping,
@@ -47,7 +47,7 @@ def check_asynchronous(config: Any, settings: Settings) -> None:
 
 CHECKS: list[Check] = [
     check_asynchronous,
-    check_monitor_bounds,
+    check_names_of_bounds,
     check_temperature,
     warn_about_engine_kwargs,
     warn_about_effects,

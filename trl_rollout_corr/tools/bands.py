@@ -22,7 +22,7 @@ HEALTHY: dict[str, tuple[float | None, float | None]] = {
 }
 
 
-def in_words(name: str) -> str:
+def band_in_words(name: str) -> str:
     """The healthy band of a metric in words, such as "below 0.3"; empty without a band."""
     low, high = HEALTHY.get(name, (None, None))
     if low is not None and high is not None:

@@ -49,7 +49,7 @@ def needs_reload(generation: VLLMGeneration) -> bool:
     return generation.accelerator.device.type == "cpu" or quantises(generation.llm.llm_engine.vllm_config)
 
 
-def reload(generation: VLLMGeneration, weights: Weights) -> Weights:
+def push_through_reload(generation: VLLMGeneration, weights: Weights) -> Weights:
     """Push all weights. TRL, left with none, wakes the engine before and clears its cache after."""
     push(generation.llm, weights)
     return ()
@@ -185,7 +185,7 @@ class PushesToVLLM(Pushes):
     def _sent(self, weights: Weights) -> Weights:
         """Weights that TRL still has to send."""
         generation, noted = self.trainer.vllm_generation, self.noting(weights)
-        return reload(generation, noted) if needs_reload(generation) else noted
+        return push_through_reload(generation, noted) if needs_reload(generation) else noted
 
     @property
     def scores_at_once(self) -> bool:  # type: ignore[override]  # a sleeping engine drops its weights when done

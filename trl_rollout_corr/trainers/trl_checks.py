@@ -203,17 +203,17 @@ def check_shared_process(config: Any, _: Settings) -> None:
         )
 
 
-def check_sampler(config: Any, settings: Settings) -> None:
+def check_sampler_options(config: Any, settings: Settings) -> None:
     """Refuse replays, arguments and options unknown to the sampler. Warn about doubtful ones."""
     if not config.use_vllm:
         return
     kwargs = (settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None) or {}
     replays = settings.rollout_support or settings.rollout_routing
     if kwargs or config.generation_kwargs or replays:
-        door.check_sampler(config, settings, kwargs, truncates=bool(truncation(config)))
+        door.check_sampler(config, settings, kwargs, truncates=bool(truncation_options(config)))
 
 
-def check_monitor_bounds(config: Any, settings: Settings) -> None:
+def check_names_of_bounds(config: Any, settings: Settings) -> None:
     """Refuse names that are no bounds of the monitor."""
     if settings.rollout_monitor_bounds and settings.rollout_monitor is not None:
         door.check_monitor_bounds(settings.rollout_monitor_bounds)
@@ -244,7 +244,7 @@ def distorting_options(config: Any) -> dict[str, object]:
     return distortions(vars(config))
 
 
-def truncation(config: Any) -> dict[str, object]:
+def truncation_options(config: Any) -> dict[str, object]:
     """Options of truncated sampling that are in effect, by name."""
     return {name: value for name, value in distorting_options(config).items() if name in TRUNCATION}
 
@@ -252,10 +252,10 @@ def truncation(config: Any) -> dict[str, object]:
 # In the order in which a user learns of them: refusals come first
 Check = Callable[[Any, Settings], None]
 _OF_SAMPLING: list[Check] = [
-    check_monitor_bounds,
+    check_names_of_bounds,
     check_shared_process,
     check_temperature,
-    check_sampler,
+    check_sampler_options,
     warn_about_engine_kwargs,
     warn_about_effects,
 ]

@@ -68,7 +68,7 @@ def packed_columns(layer: Any) -> torch.Tensor:
         return torch.as_tensor(layer.cpu_linear(units, weight, None))
 
 
-def read(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
+def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
     """
     Weights that a model of vLLM holds, and the tensors where it puts some weights of the trainer's
     checkpoint, given by `names`.

@@ -15,10 +15,10 @@ from ...messages import notify
 from ...trainers.metadata import part_of
 from ...trainers.ranks import largest, leaving_together
 from .engine import noting_cached, score_in_process
-from .fingerprints import read
+from .fingerprints import read_weights
 from .frozen import FrozenCheck
 from .rescore import SEE, Rescore
-from .server import AdapterCheck, has_extension, read_server, replicas_of, score_text
+from .server import AdapterCheck, has_extension, read_server, replicas_of, score_on_server
 from .weights import WeightCheck
 
 
@@ -115,7 +115,7 @@ class PushChecks:
         generation = self.pushes.engine
         if generation is not None:
             worker = generation.llm.llm_engine.model_executor.driver_worker
-            return read(worker.get_model(), names, getattr(generation, "tp_group", None))
+            return read_weights(worker.get_model(), names, getattr(generation, "tp_group", None))
         config = self.trainer._engine_config
         if self.pushes.server is None or not has_extension(config):
             return None
@@ -139,7 +139,9 @@ class PushChecks:
             # one request per text, to reach all replicas behind an address, in turns if they are known
             n, first = self._replicas(), self.rescore.looks * len(texts)
             server, model = self.pushes.server, self.pushes.served_model
-            asked = [score_text(server, model, text, i % n if n > 1 else None) for i, text in enumerate(texts, first)]
+            asked = [
+                score_on_server(server, model, text, i % n if n > 1 else None) for i, text in enumerate(texts, first)
+            ]
         else:
             asked = []
         return asked

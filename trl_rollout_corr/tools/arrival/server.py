@@ -3,7 +3,7 @@ A vLLM server seen through its own API: its configuration, weights, log-probabil
 adapters.
 
 A server that was started with our extension of its worker returns fingerprints of its weights, as a
-colocated vLLM does ([`read_server`]). Any other server can score a text ([`score_text`]) and list
+colocated vLLM does ([`read_server`]). Any other server can score a text ([`score_on_server`]) and list
 its adapters ([`AdapterCheck`]).
 """
 
@@ -53,7 +53,7 @@ def replicas_of(config: Any) -> int:
     return int(parallel.get("data_parallel_size_local" if elsewhere else "data_parallel_size") or 1)
 
 
-def score_text(url: str, model: str, text: list[int], replica: int | None = None) -> list[float]:
+def score_on_server(url: str, model: str, text: list[int], replica: int | None = None) -> list[float]:
     """
     Log-probability of each token but the first of a text, from a server without options of
     sampling; minus infinity where the server writes -9999. A replica of its own choice answers, unless one is given.

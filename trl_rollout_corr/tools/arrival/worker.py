@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...trainers.reloading import reload
-from .fingerprints import read
+from .fingerprints import read_weights
 
 
 class PackingWorker:
@@ -22,4 +22,4 @@ class PackingWorker:
         Fingerprints of the weights that this worker holds:
         [`~trl_rollout_corr.tools.arrival.fingerprints.read`].
         """
-        return read(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker
+        return read_weights(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker

@@ -217,12 +217,12 @@ _TO_FIND_OUT = (
 )
 
 
-def headline(found: Sequence[Suspicion]) -> str:
+def suspicion_headline(found: Sequence[Suspicion]) -> str:
     """The answer in a line."""
     return f"Possible: {found[0].title}" if found else "Nothing suspicious in the ratios of this log"
 
 
-def detail(course: RatioCourse) -> str:
+def course_in_words(course: RatioCourse) -> str:
     """Sentences on what the log shows."""
     first, last = course.steps
     parts = []
@@ -255,17 +255,17 @@ def detail(course: RatioCourse) -> str:
     return " ".join([*parts, f"A log contains means only, so it proves nothing. {_TO_FIND_OUT}"])
 
 
-def write_text(course: RatioCourse) -> str:
+def suspicions_as_text(course: RatioCourse) -> str:
     """The suspicions as text for a terminal."""
     found = suspicions(course)
-    lines = [f"{headline(found)}.", detail(course)]
+    lines = [f"{suspicion_headline(found)}.", course_in_words(course)]
     for place, it in enumerate(found, 1):
         lines += ["", f"{place}. {capitalized(it.title)} ({it.name})", "   possible", f"   Why: {it.text}"]
         lines += [f"   What to do: {it.remedy}", *(f"     {line}" for line in yaml_lines(it.settings).splitlines())]
     return "\n".join(lines) + "\n"
 
 
-def write_json(course: RatioCourse) -> str:
+def suspicions_as_json(course: RatioCourse) -> str:
     """The suspicions as JSON."""
     found = suspicions(course)
     causes = [

@@ -110,7 +110,7 @@ class Trial(NamedTuple):
     weights: float  # bytes, of both sides
 
 
-def k3(d: np.ndarray) -> np.ndarray:
+def k3_of(d: np.ndarray) -> np.ndarray:
     """`exp(d) - 1 - d`."""
     return np.asarray(np.expm1(d) - d)
 
@@ -139,7 +139,7 @@ def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str
     return [*steps, (PUSH, logps[Side.PUSHED]), (OPTIONS if facts["options"] else DECODING, logps[Side.SAMPLED])]
 
 
-def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> list[Part]:
+def split_gap(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> list[Part]:
     """
     Split the gap from `before` to the end of the chain. A step without log-probabilities belongs to
     the next one.
@@ -148,7 +148,7 @@ def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> 
     finite = np.isfinite(known).all(0)
     here = before[finite].astype(np.float64)
     d = here - known[-1][finite]
-    ratio = np.divide(k3(d), d, out=np.zeros_like(d), where=d != 0)
+    ratio = np.divide(k3_of(d), d, out=np.zeros_like(d), where=d != 0)
     steps: dict[str, np.ndarray] = {}
     names: list[str] = []
     for name, logps in chain:
@@ -161,7 +161,7 @@ def split(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> 
     def part(name: str, share: np.ndarray, x: np.ndarray) -> Part:
         return Part(name, np.mean(share).item(), 2 * np.std(share).item() / len(x) ** 0.5, np.mean(x == 0).item())
 
-    return [*(part(name, ratio * x, x) for name, x in steps.items()), part(WHOLE, k3(d), d)]
+    return [*(part(name, ratio * x, x) for name, x in steps.items()), part(WHOLE, k3_of(d), d)]
 
 
 def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
@@ -244,7 +244,7 @@ def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapp
         d = d[np.isfinite(d)]
         of_run = first.facts["costs"]
         trainer, sampler = costs["trainer"] / of_run["trainer"], costs["sampler"] / of_run["sampler"]
-        gap, equal = float(k3(d).mean()), float((d == 0).mean())
+        gap, equal = float(k3_of(d).mean()), float((d == 0).mean())
         trials.append(Trial(change, settings.get(change, {}), gap, equal, trainer, sampler, costs["weights"]))
     return sorted(trials, key=lambda trial: (trial.k3, trial.trainer))
 

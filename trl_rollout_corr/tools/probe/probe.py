@@ -26,7 +26,7 @@ from .parts import (
     chain_of,
     diagnose_parts,
     judged,
-    split,
+    split_gap,
     write_answer,
     write_parts,
     write_trials,
@@ -60,7 +60,7 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
                 tried[change] = in_process(f"{i} of {len(settings)}, {change}", {**request, **more}, folder / str(i))
             except ValueError as error:
                 tried[change] = str(error)
-    parts = split(first.logps[Side.AS_IT_IS], chain_of(first, tried))
+    parts = split_gap(first.logps[Side.AS_IT_IS], chain_of(first, tried))
     trials, observed = judged(first, settings, tried), first.facts["observed"]
     assert observed is not None  # by the process that sampled
     diagnosis = diagnose_parts(observed, parts)

@@ -60,7 +60,7 @@ _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 _LENGTH = 8  # tokens to sample for measuring the time
 
 
-def read(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
+def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
     """
     Trainer class and configurations of trainer and model of a request. A `ValueError` if unusable.
     """
@@ -352,7 +352,7 @@ def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) 
 
 def build(request: Mapping[str, Any]) -> Probe:
     """Build the trainer and the sampler of a request."""
-    trainer_class, run, model_args = read(request)
+    trainer_class, run, model_args = read_request(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
     args = shortened(run, request["completions"], request["length"], request["settings"])

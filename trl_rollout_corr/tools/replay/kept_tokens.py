@@ -93,7 +93,7 @@ class KeptTokens:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
     ) -> dict[str, torch.Tensor]:
         """Columns for a padded batch that was just generated."""
-        return {} if self._sets is None else columns_of(self._sets, logits_to_keep, input_ids.device)
+        return {} if self._sets is None else columns_of_sets(self._sets, logits_to_keep, input_ids.device)
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
         """Columns for completion `i` of a batch, alone and without padding."""
@@ -110,7 +110,7 @@ class KeptTokens:
         return partial(over_kept_tokens, forward, columns, self.temperature, self._unwrap)
 
 
-def columns_of(sets: list[list[list[int]]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
+def columns_of_sets(sets: list[list[list[int]]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Columns of a batch from kept sets, for `length` tokens of a completion."""
     ids = [list(chain.from_iterable(row)) for row in sets]
     sizes = [[len(tokens) for tokens in row] for row in sets]

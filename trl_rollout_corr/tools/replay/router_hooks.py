@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...correction.sums import Applied, SegmentedSums
-from .routers import experts_of, take
+from .routers import chosen_experts, take
 from .sampled_experts import no_route
 
 
@@ -36,7 +36,7 @@ class RouterHooks:
         again = not self._inside and _in_backward()
         if self._routes is None or not (self._inside or again):
             return None
-        own = experts_of(router, output)
+        own = chosen_experts(router, output)
         if len(own) != len(self._routes):
             raise RuntimeError(
                 f"`rollout_routing` is 'replay', but a router sees {len(own)} tokens and the batch {len(self._routes)}: the "

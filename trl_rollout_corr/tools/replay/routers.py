@@ -71,7 +71,7 @@ def take(router: torch.nn.Module, output: tuple, experts: torch.Tensor) -> tuple
     return tuple(replaced)
 
 
-def experts_of(router: torch.nn.Module, output: tuple) -> torch.Tensor:
+def chosen_experts(router: torch.nn.Module, output: tuple) -> torch.Tensor:
     """Experts in the output of a router, `(N, k)`."""
     experts: torch.Tensor = output[ROUTERS[type(router).__name__].places[2]]
     return experts

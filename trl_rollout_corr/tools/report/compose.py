@@ -151,7 +151,11 @@ def _diagnosis(facts: Facts | None) -> Section | None:
 def _suspected(course: RatioCourse) -> Section:
     """Section about what the log of TRL's own trainer suggests."""
     found = suspicions(course)
-    cards = [Card(f"{trl_log.headline(found)}.", trl_log.detail(course), "warning" if found else "healthy")]
+    cards = [
+        Card(
+            f"{trl_log.suspicion_headline(found)}.", trl_log.course_in_words(course), "warning" if found else "healthy"
+        )
+    ]
     for it in found:
         cards.append(Card(capitalized(it.title), it.text, "warning", remedy=it.remedy, yaml=yaml_lines(it.settings)))
     return Section("diagnosis", "Diagnosis", cards=cards)

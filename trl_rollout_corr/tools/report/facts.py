@@ -7,9 +7,9 @@ import pandas as pd
 
 from ...messages import PREFIX
 from ..analysis.run import Run
-from ..bands import HEALTHY, in_words
+from ..bands import HEALTHY, band_in_words
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
-from ..diagnosis.trl_log import RatioCourse, course_of, headline, suspicions
+from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, suspicions
 from ..formats import number, steps
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import alarms_of_log, is_small
@@ -72,7 +72,7 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
         return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
     if facts.course is not None and (found := suspicions(facts.course)):
-        return "warning", "Look into it", f"{headline(found)}."
+        return "warning", "Look into it", f"{suspicion_headline(found)}."
     expected = ""
     if facts.diagnosis is not None and facts.diagnosis.expected:
         expected = f" Its gap is expected{', and is corrected' if facts.diagnosis.corrects else ''}."
@@ -91,7 +91,9 @@ def _outside(run: Run) -> list[str]:
         off = [float(value) for value in values if not is_healthy(metric, value)]
         if off:
             span = number(off[0]) if len(off) == 1 else f"{number(min(off))} to {number(max(off))}"
-            found.append(f"`{metric}`, healthy {in_words(metric)}, is {span} in {len(off)} of {len(values)} windows")
+            found.append(
+                f"`{metric}`, healthy {band_in_words(metric)}, is {span} in {len(off)} of {len(values)} windows"
+            )
     return found
 
 

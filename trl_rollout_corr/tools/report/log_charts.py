@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ...messages import PREFIX
-from ..bands import HEALTHY, in_words
+from ..bands import HEALTHY, band_in_words
 from ..formats import number, percent
 from ..monitor.stock import CLIPPED, GAP, LENGTH, RATIO
 from .facts import Facts, is_healthy
@@ -98,7 +98,7 @@ def _chart(
     log = trend.log and bool(windows.min(axis=None) > 0)
     names = {label: f"{label} " if means.shape[1] > 1 else "" for label in means}
     note = f"{'; '.join(f'{names[label]}{_ends(means[label])}' for label in means)}."
-    note += f" Healthy: {in_words(metric)}." if metric in HEALTHY else ""
+    note += f" Healthy: {band_in_words(metric)}." if metric in HEALTHY else ""
     note += "".join(f" {label.capitalize()}: the same curve." for label in same)
     shown = windows.clip(lower=min(_NOISE, windows.max(axis=None))) if log else windows
     color = dict(zip(logs if len(logs) > 1 else trend.metrics.values(), colors, strict=False))
@@ -172,7 +172,7 @@ def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
     notes = [f"{span}; {of_first}: {number(first)}"] if len(values) > 1 else []
     level = ""
     if metric in HEALTHY:
-        notes.append(f"healthy: {in_words(metric)}")
+        notes.append(f"healthy: {band_in_words(metric)}")
         level = "healthy" if is_healthy(metric, last) else "warning"
     return Card(f"{trend.title}: {number(last)}", ", ".join(notes), level)
 
