@@ -37,6 +37,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def number_beyond(value: float, limit: float) -> str:
+    """A number that has passed a limit, with two digits, or as many as it takes to be beyond the limit as text."""
+    texts = (number(value, digits) for digits in range(2, 18))
+    return next((text for text in texts if (float(text) - limit) * (value - limit) > 0), number(value))
+
+
 def percent(share: float | None) -> str:
     """A share in percent."""
     return "" if share is None else f"{number(100 * share)} %"

@@ -8,6 +8,7 @@ from typing import Any
 from ...messages import SettingError, nearest
 from ...settings.fields import PARSERS
 from ...settings.resolve import Settings
+from ..formats import number_beyond
 from .history import WITHOUT_METRICS, as_logged, is_window
 from .rule import Alarm, Bound
 from .rules import BOUNDS, SILENCED
@@ -18,18 +19,6 @@ from .windows import Course, Window, is_training_window
 
 # Metrics of weights and rejection, not of the two policies
 _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
-
-
-class _Told(float):
-    """A value that has passed a limit, with so many digits in a text that it is not written as the limit."""
-
-    limit: float
-
-    def __format__(self, form: str) -> str:
-        text = format(float(self), form)
-        if text != f"{self.limit:g}":
-            return text
-        return next((longer for n in range(3, 17) if (longer := f"{float(self):.{n}g}") != text), text)
 
 
 class Examiner:
@@ -101,9 +90,7 @@ class Examiner:
     @staticmethod
     def _alarm(bound: Bound, limit: float, value: float, window: Window) -> Alarm:
         side = "below" if bound.below else "above"
-        told = _Told(value)
-        told.limit = limit
-        seen = fill(bound.seen, window, value=told, limit=limit, side=side)
+        seen = fill(bound.seen, window, value=number_beyond(value, limit), limit=limit, side=side)
         why, advice = fill(bound.why, window), fill(bound.advice, window)
         if (window.settings is None or window.only_measures) and bound.key.startswith(_EFFECTS):
             seen = f"If the correction {'is' if window.settings is None else 'were'} applied: {seen}"

@@ -44,7 +44,7 @@ RULES = [
         "cut",
         key="completions/clipped_ratio",
         limit=0.8,
-        seen="A share of {value:.2g} of the completions is cut off at `max_completion_length`{began}.",
+        seen="A share of {value} of the completions is cut off at `max_completion_length`{began}.",
         why="This may be harmless if the reward judges beginnings as well as whole answers. Otherwise answers are missing: "
         "the policy learns to write more than the limit, or no longer ends.",
         advice="Look at some completions. If they go on well, raise `max_completion_length`. If they repeat themselves or do "
@@ -56,7 +56,7 @@ RULES = [
         "clipped",
         key="clip_ratio/region_mean",
         limit=0.3,
-        seen="A share of {value:.2g} is clipped at the first visit of a batch (`clip_ratio/region_mean`), above {limit:g}.",
+        seen="A share of {value} is clipped at the first visit of a batch (`clip_ratio/region_mean`), above {limit:g}.",
         why="This may be intended, where a few far tokens or completions are meant to be left out. In bypass mode the clip "
         "range is around the sampler, so that its gap alone, without any update, leaves a narrow range.",
         advice="Widen `epsilon` and `epsilon_high` until only a few are clipped in the first steps. In decoupled mode the "
@@ -76,7 +76,7 @@ RULES = [
         },
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
-        seen="A share of {value:.2g} of the tokens came without a finite log-probability.",
+        seen="A share of {value} of the tokens came without a finite log-probability.",
         why="If the logits of the sampler are NaN, no policy drew the token; TRL passes the NaN on as None. If a "
         "`rollout_func` returns None, or a vLLM server -9999, perhaps only the number is missing.",
         advice="No correction repairs this: look for NaN in the weights, and for a failed push of weights. {broken} To stop "
@@ -89,7 +89,7 @@ RULES = [
             "limit": LARGE_K3,
             "severity": "critical",
             "foretells_collapse": True,
-            "seen": "`k3_kl` has been at least {value:.2g} since the first step, above {limit:g}, where no update of the "
+            "seen": "`k3_kl` has been at least {value} since the first step, above {limit:g}, where no update of the "
             "weights can be the reason.",
             "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, holds other "
             "weights, draws from another distribution (temperature, `top_p`, `min_tokens`), or reports log-probabilities of "
@@ -105,7 +105,7 @@ RULES = [
             "name": "k3_corrected",
             "limit": 0.03,
             "far": 10.0,
-            "seen": "`k3_kl` is {value:.2g}, above {limit:g}, and {corrects}.",
+            "seen": "`k3_kl` is {value}, above {limit:g}, and {corrects}.",
             "why": "{corrected}",
             "advice": "{correct} {close}",
             "applies": lambda window: window.corrects is not False,
@@ -113,7 +113,7 @@ RULES = [
         {
             "name": "k3_lasting",
             "limit": 0.005,
-            "seen": "`k3_kl` is {value:.2g} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} as "
+            "seen": "`k3_kl` is {value} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} as "
             "well.",
             "why": "This may be harmless: the limit is of dense models in bfloat16, and mixtures of experts and engines with "
             "8 bits show more. With a lasting gap of 0.009, runs of ours collapsed.",
@@ -122,7 +122,7 @@ RULES = [
             "applies": lambda window: not window.rounds_more,
         },
         key="k3_kl",
-        seen="`k3_kl` is {value:.2g}, above {limit:g}, and nothing corrects for it.",
+        seen="`k3_kl` is {value}, above {limit:g}, and nothing corrects for it.",
         why="{uncorrected}",
         advice="{correct} {close}",
         applies=lambda window: window.corrects is False,
@@ -132,7 +132,7 @@ RULES = [
         key="kl_advantage_positive",
         limit=0.02,
         foretells_collapse=True,
-        seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value:.2g} above `kl` at the start of the "
+        seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
         why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
         "rewarded tokens became less likely, at the same time or later, and in some of them it recovered.",
@@ -161,7 +161,7 @@ RULES = [
         },
         key="kl",
         foretells_collapse=True,
-        seen="`kl` does not return to its value at the start of the run. It is {value:.2g} higher, above {limit:g}.",
+        seen="`kl` does not return to its value at the start of the run. It is {value} higher, above {limit:g}.",
         advice="{correct} {closer} You can wait while accuracy on held-out prompts still rises.",
         patience=5,
         lasting=15,
@@ -172,7 +172,7 @@ RULES = [
         "biased_ratio",
         key="kl",
         limit=0.01,
-        seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value:.2g}.",
+        seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value}.",
         why="Over few tokens this may be chance. Otherwise the mean ratio is 1 for any two policies, however far apart they "
         "are. So the sampler never draws some tokens, or the tokens were sampled with other log-probabilities.",
         advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults (a vLLM in the "
@@ -187,7 +187,7 @@ RULES = [
         "gap_by_sign",
         key="kl_advantage_negative",
         limit=0.002,
-        seen="`kl_advantage_negative` and `kl_advantage_positive` differ by {value:.2g}, above {limit:g}, although the "
+        seen="`kl_advantage_negative` and `kl_advantage_positive` differ by {value}, above {limit:g}, although the "
         "weights that sample are fresh.",
         why="This may be harmless if the advantage goes with the length or the place of tokens that round more. Otherwise "
         "neither rounding nor a push knows the advantage, so something that comes after the rewards makes the difference. "
@@ -200,7 +200,7 @@ RULES = [
         "fresh_gap",
         key="fresh_k3_kl",
         limit=10.0,
-        seen="After a push, sampler and trainer are {value:.3g} times as far apart as after the first pushes "
+        seen="After a push, sampler and trainer are {value} times as far apart as after the first pushes "
         "(`fresh_k3_kl`), above {limit:g}.",
         why="{of_push}",
         advice="{push_or_text}",
@@ -213,7 +213,7 @@ RULES = [
         key="bit_equal",
         limit=0.0,
         below=True,
-        seen="A share of {value:.6g} of the tokens has bit-equal log-probabilities, below {limit:g}.",
+        seen="A share of {value} of the tokens has bit-equal log-probabilities, below {limit:g}.",
         why="A sampler that holds older weights than the trainer differs as well.",
         advice="`trl-rollout-corr probe` splits the gap of a fresh sampler into parts.",
     ),
@@ -221,7 +221,7 @@ RULES = [
         "staleness",
         key="staleness_max",
         limit=16.0,
-        seen="Completions are up to {value:.0f} optimizer steps older than the policy that trains on them.",
+        seen="Completions are up to {value} optimizer steps older than the policy that trains on them.",
         why="This may be harmless if you want samples that old. The gap grows with the age of the sampling weights.",
         advice=f"{FRESHER}.",
     ),
@@ -231,7 +231,7 @@ RULES = [
             "name": "weight_of_completions",
             "limit": 0.8,
             "below": True,
-            "seen": "The mean importance weight of completions{length} is {value:.2g}, below {limit:g}.",
+            "seen": "The mean importance weight of completions{length} is {value}, below {limit:g}.",
             "why": "This may be chance in a small batch. {fell} Every step is that much smaller than `learning_rate` "
             "says, and long completions count least.",
             "advice": "{correct} {grown}",
@@ -254,7 +254,7 @@ RULES = [
         },
         key="rollout_is_mean",
         far=10.0,
-        seen="The mean importance weight is {value:.2g}, {side} {limit:g}.",
+        seen="The mean importance weight is {value}, {side} {limit:g}.",
         applies=lambda window: window.weights_act,
     ),
     _rule(
@@ -263,7 +263,7 @@ RULES = [
         limit=0.3,
         far=10.0,
         below=True,
-        seen="The effective sample size of the weights is {value:.2g}, below {limit:g}.",
+        seen="The effective sample size of the weights is {value}, below {limit:g}.",
         why="A few tokens or completions determine the gradient, so it is noisy.",
         advice="{correct}",
         applies=lambda window: window.weights_act,
@@ -272,7 +272,7 @@ RULES = [
         "rejected",
         key="rollout_rs_masked_fraction",
         limit=0.5,
-        seen="A share of {value:.2g} of the tokens is rejected, above {limit:g}.",
+        seen="A share of {value} of the tokens is rejected, above {limit:g}.",
         why="This may be chance in a small batch. Otherwise too few tokens are left to train on, and they are not a fair "
         "sample of the completions.",
         advice="{correct}",
@@ -283,7 +283,7 @@ RULES = [
         key="rollout_is_veto_fraction",
         limit=0.1,
         far=5.0,
-        seen="A share of {value:.2g} of the completions contains a token below the lower bound of seq_max_k1.",
+        seen="A share of {value} of the completions contains a token below the lower bound of seq_max_k1.",
         why="Rounding does not move a token that far.",
         advice="Look for broken rows of logits, for tokens scored at another position, and for text added after sampling. "
         " `log_ratio_min` shows the lowest log-ratio. To reject fewer completions, lower the bound of "
@@ -295,7 +295,7 @@ RULES = [
         key="effective_lr",
         limit=1e-6,
         below=True,
-        seen="All tokens were rejected or have no gradient (`effective_lr` is {value:.2g}).",
+        seen="All tokens were rejected or have no gradient (`effective_lr` is {value}).",
         why=f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
         advice="If `k3_kl` has grown, find out why the sampler is so far from the trainer. Otherwise the bounds are too "
         "tight. {correct}",
