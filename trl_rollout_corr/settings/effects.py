@@ -17,10 +17,10 @@ from .resolve import Settings
 
 
 # Options of vLLM that leave only some tokens to draw from
-TRUNCATION = ("top_p", "top_k", "min_p")
+_TRUNCATION = ("top_p", "top_k", "min_p")
 # Options of vLLM that change the distribution of the sampler, but not of the trainer
 _DISTORTING = (
-    *TRUNCATION,
+    *_TRUNCATION,
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
@@ -121,7 +121,7 @@ def _it(fields: Mapping[str, Any]) -> str:
 
 def distortions(fields: Mapping[str, Any]) -> dict[str, object]:
     """Options of sampling in effect that change the distribution of the sampler, by name."""
-    options = {name: fields.get(name) for name in (*TRUNCATION, "repetition_penalty")}
+    options = {name: fields.get(name) for name in (*_TRUNCATION, "repetition_penalty")}
     options["structured_outputs"] = fields.get("vllm_structured_outputs_regex")
     overrides = fields.get("generation_kwargs")
     if isinstance(overrides, Mapping):
@@ -129,15 +129,20 @@ def distortions(fields: Mapping[str, Any]) -> dict[str, object]:
     return {name: value for name, value in options.items() if value and value not in _NEUTRAL.get(name, ())}
 
 
+def truncations(fields: Mapping[str, Any]) -> dict[str, object]:
+    """Options of truncated sampling in effect, by name."""
+    return {name: value for name, value in distortions(fields).items() if name in _TRUNCATION}
+
+
 def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
     """Options of vLLM that change the distribution of the sampler alone."""
     changed = distortions(fields) if fields.get("use_vllm", True) else {}
     if settings.rollout_support is not None:
-        changed = {name: value for name, value in changed.items() if name not in TRUNCATION}
+        changed = {name: value for name, value in changed.items() if name not in _TRUNCATION}
     if not changed:
         return
     replay = ""
-    if fields.get("vllm_mode") == "colocate" and not changed.keys().isdisjoint(TRUNCATION):
+    if fields.get("vllm_mode") == "colocate" and not changed.keys().isdisjoint(_TRUNCATION):
         replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`),"
     yield Effect(
         next(iter(changed)),

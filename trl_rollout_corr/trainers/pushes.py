@@ -15,10 +15,10 @@ import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .. import door
+from ..settings.effects import distortions
 from .keys import ROLLOUT_LOGPS
 from .metadata import engine_metadata, quantises
 from .reloading import push
-from .trl_checks import distorting_options
 
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -145,7 +145,7 @@ class Pushes:
     def samples_unchanged(self) -> bool:
         """True if neither temperature nor options of sampling change the log-probabilities."""
         args = self.trainer.args
-        return not self.doubt and self.trainer.temperature == 1.0 and not distorting_options(args)
+        return not self.doubt and self.trainer.temperature == 1.0 and not distortions(vars(args))
 
     def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         """Log-probabilities, `(n,)`, of the last tokens of `ids`, `(1, S)`, at temperature 1."""

@@ -17,7 +17,7 @@ import torch
 
 from .. import door
 from ..messages import warn, warn_idle
-from ..settings.effects import OF_TRL, TRUNCATION, distortions, effects
+from ..settings.effects import OF_TRL, effects, truncations
 from ..settings.fields import LOSS_TYPES
 from ..settings.resolve import Settings
 
@@ -210,7 +210,7 @@ def check_sampler_options(config: Any, settings: Settings) -> None:
     kwargs = (settings.rollout_engine_kwargs if config.vllm_mode == "colocate" else None) or {}
     replays = settings.rollout_support or settings.rollout_routing
     if kwargs or config.generation_kwargs or replays:
-        door.check_sampler(config, settings, kwargs, truncates=bool(truncation_options(config)))
+        door.check_sampler(config, settings, kwargs, truncates=bool(truncations(vars(config))))
 
 
 def check_names_of_bounds(config: Any, settings: Settings) -> None:
@@ -237,16 +237,6 @@ def warn_about_effects(config: Any, settings: Settings) -> None:
     given = {name: x for name, x in vars(config).items() if name not in defaults or x != defaults[name]}
     for effect in effects(settings, given):
         warn(effect.text, effect.field)
-
-
-def distorting_options(config: Any) -> dict[str, object]:
-    """Options of sampling in effect that change the distribution of the sampler, by name."""
-    return distortions(vars(config))
-
-
-def truncation_options(config: Any) -> dict[str, object]:
-    """Options of truncated sampling that are in effect, by name."""
-    return {name: value for name, value in distorting_options(config).items() if name in TRUNCATION}
 
 
 # In the order in which a user learns of them: refusals come first

@@ -21,13 +21,14 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.trainer.utils import split_tensor_dict
 
+from ...settings.effects import distortions
 from ...trainers.forward_pass import evaluating
 from ...trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ...trainers.keys import ROLLOUT_LOGPS
 from ...trainers.model_checks import dropout_of
 from ...trainers.reloading import reload
 from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from ...trainers.trl_checks import Check, check_shared_process, distorting_options
+from ...trainers.trl_checks import Check, check_shared_process
 from ..diagnosis import DumpedTokens
 from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host, tokens_of
@@ -235,7 +236,7 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
         "observed": observed,
         "about": probe.about,
         "device": probe.trainer.args.device.type,
-        "options": [*distorting_options(probe.run)],
+        "options": [*distortions(vars(probe.run))],
         "engine_kwargs": probe.run.settings.rollout_engine_kwargs or {},
         "attention": probe.trainer.model.config._attn_implementation,
     }

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 
+from ...settings.effects import truncations
 from ...trainers.forward_pass import ForwardPass
 from ...trainers.replay import Replay
-from ...trainers.trl_checks import truncation_options
 from .experts import ROUTES, Experts
 from .kept_tokens import KeptTokens
 from .router_hooks import Flips
@@ -111,7 +111,7 @@ def kept_tokens_of(trainer: Any) -> KeptTokens | None:
     if trainer._settings.rollout_support is None:
         return None
     check_kept_tokens(trainer)
-    if not trainer.use_vllm or not truncation_options(trainer.args):
+    if not trainer.use_vllm or not truncations(vars(trainer.args)):
         return None
     return KeptTokens(trainer.vllm_generation, trainer.temperature, trainer._bare)
 
