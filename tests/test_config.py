@@ -27,8 +27,7 @@ from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, settings_of
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
-from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
-from trl_rollout_corr.tools.translation.setting_files import read_settings
+from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}

@@ -26,9 +26,8 @@ from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES, Stage
 from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
 from trl_rollout_corr.tools.dump import folder as dump
-from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
+from trl_rollout_corr.tools.dump.in_effect import settings_in_effect, settings_of_run
 from trl_rollout_corr.tools.report.facts import analyse
-from trl_rollout_corr.tools.translation.setting_files import settings_of_run
 
 
 with benchmarks("diagnose") as load_module:

@@ -29,9 +29,9 @@ from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump import reading, writing
 from trl_rollout_corr.tools.dump.columns import FORMAT, SCHEMA
 from trl_rollout_corr.tools.dump.folder import files_of
+from trl_rollout_corr.tools.dump.in_effect import read_settings
 from trl_rollout_corr.tools.dump.reading import open_dump
 from trl_rollout_corr.tools.dump.sequences import Sequences
-from trl_rollout_corr.tools.translation.setting_files import read_settings
 
 
 MODES = {

@@ -15,11 +15,12 @@ from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ..decision import Decision, as_document, in_words
 from ..diagnosis import COLUMNS, decision_of
+from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
 from ..formats import number, three_decimals, yaml_lines
 from ..logs.reading import refuse_log
 from ..run_facts import trl_corrects
-from ..translation.setting_files import has_settings, read_config, read_settings
+from ..translation.setting_files import read_config
 from .recompute import Batch, Outcome, batch_of, recompute
 from .run import clip_range
 from .spread import Spread, spread_of

@@ -11,9 +11,9 @@ from ...settings.resolve import Settings, settings_in_words
 from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
+from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
 from ..logs.reading import KINDS, first_readable, is_log, logs_of, merge, refuse_unknown, split_source
-from ..translation.setting_files import has_settings, read_settings
 
 
 # Columns of a dump, without the ones that no page shows

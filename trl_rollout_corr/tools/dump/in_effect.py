@@ -1,11 +1,17 @@
-"""Settings in effect, as a dump keeps them. [`Settings.read`] reads them back."""
+"""Settings in effect in a run, as its dump keeps them: written, and read back."""
 
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from ...messages import plain
+from ...settings.config import RolloutCorrectionConfig
+from ...settings.fields import FIELDS
+from ...settings.presets import UNSET, settings_of
 from ...settings.resolve import Settings
+from ..translation.setting_files import in_one_line, own_fields
 from ..translation.trl import TRL_KEYS
 
 
@@ -36,6 +42,9 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TRL_KEYS, ()),
 }
 
+# Values in effect for the fields that no preset decides
+_DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
+
 
 def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     """
@@ -50,3 +59,44 @@ def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     engine = settings.rollout_engine_kwargs or {}  # vLLM's only secret is the Hub token
     written["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
     return {name: plain(value) for name, value in written.items()}
+
+
+def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
+    """
+    Settings in effect of the run that wrote a dump. A dump from elsewhere may name only a part of
+    them, as a configuration does. Raises a `ValueError` of one line that begins with the complaint.
+    """
+    own = own_fields(written)
+    in_effect = written.get("in_effect") is True
+    if not in_effect:
+        if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
+            own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
+        in_effect = _look_decided(own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run warned already
+        try:
+            if in_effect and own.keys() <= FIELDS:
+                return Settings.read({**settings_of(None), **_DEFAULTS, **own})
+            return RolloutCorrectionConfig(**own).settings
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{complaint}: {in_one_line(error)}") from None
+
+
+def _look_decided(own: Mapping[str, Any]) -> bool:
+    """True if no preset has a field to decide, as in a dump that does not say what it names."""
+    decided = UNSET.keys() - {"rollout_rs_threshold"}
+    return "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
+
+
+def has_settings(fields: Mapping[str, Any]) -> bool:
+    """True if the run that wrote a dump recorded settings of the correction."""
+    return bool(own_fields(fields))
+
+
+def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
+    """Settings in effect of the run that wrote a dump; `None` if missing or unreadable."""
+    if not has_settings(fields):
+        return None
+    with suppress(ValueError):
+        return read_settings(fields, "the settings in the dump")
+    return None

@@ -10,13 +10,13 @@ from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
 from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
 from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, suspicions
+from ..dump.in_effect import settings_of_run
 from ..formats import number, steps
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
-from ..translation.setting_files import settings_of_run
 
 
 # Metrics with a healthy band in a box or a chart

@@ -19,7 +19,7 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.effects import OF_TRL, effects
 from ...settings.fields import FIELDS
 from ...settings.of_trl import given_to_trl
-from ...settings.presets import DEFAULT, UNSET, VERL_PRESETS, settings_of
+from ...settings.presets import DEFAULT, VERL_PRESETS
 from ...settings.resolve import Settings, resolve
 from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
@@ -74,8 +74,6 @@ _OPTIONS = {
     "use-rollout-logprobs": "`rollout_correction: bypass_ppo_clip`",
     "custom-tis-function-path": "a correction of its own (IcePop is `rollout_correction: decoupled_token_icepop`)",
 }
-# Values in effect for the fields that no preset decides
-_DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
 _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
@@ -446,46 +444,19 @@ def read_config(path: str) -> RolloutCorrectionConfig:
         warnings.simplefilter("always")
         try:
             document = read_yaml(read_file(path))
-            fields = _own_fields(document) if isinstance(document, Mapping) else {}
+            fields = own_fields(document) if isinstance(document, Mapping) else {}
             if not fields or isinstance(fields.get("rollout_correction"), Mapping):
                 ours = "it has no setting of this package, such as `rollout_correction: auto`"
                 raise ValueError(f"{ours}. `trl-rollout-corr convert` translates those of verl and TRL")
             config = RolloutCorrectionConfig(**fields)
         except (ValueError, TypeError) as error:
-            raise SelfContainedError(f"{path}: {_in_one_line(error)}") from None
+            raise SelfContainedError(f"{path}: {in_one_line(error)}") from None
     for warning in caught:
         warn(f"{path}: {warning.message}")
     return config
 
 
-def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
-    """
-    Settings in effect of the run that wrote a dump. A dump from elsewhere may name only a part of
-    them, as a configuration does. Raises a `ValueError` of one line that begins with the complaint.
-    """
-    own = _own_fields(written)
-    in_effect = written.get("in_effect") is True
-    if not in_effect:
-        if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
-            own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
-        in_effect = _look_decided(own)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run warned already
-        try:
-            if in_effect and own.keys() <= FIELDS:
-                return Settings.read({**settings_of(None), **_DEFAULTS, **own})
-            return RolloutCorrectionConfig(**own).settings
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{complaint}: {_in_one_line(error)}") from None
-
-
-def _look_decided(own: Mapping[str, Any]) -> bool:
-    """True if no preset has a field to decide, as in a dump that does not say what it names."""
-    decided = UNSET.keys() - {"rollout_rs_threshold"}
-    return "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
-
-
-def _own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+def own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     Fields of this package, and misspelt ones, among settings of TRL, which never share their
     prefix.
@@ -493,19 +464,6 @@ def _own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in FIELDS or str(key).startswith("rollout_")}
 
 
-def has_settings(fields: Mapping[str, Any]) -> bool:
-    """True if the run that wrote a dump recorded settings of the correction."""
-    return bool(_own_fields(fields))
-
-
-def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
-    """Settings in effect of the run that wrote a dump; `None` if missing or unreadable."""
-    if not has_settings(fields):
-        return None
-    with suppress(ValueError):
-        return read_settings(fields, "the settings in the dump")
-    return None
-
-
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
+    """The message of an error without line breaks."""
     return " ".join(str(error).split())
