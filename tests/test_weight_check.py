@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_be_read_is_told_once(make, monkeypatch, caplog):
     def fails(*args):
         raise AttributeError("another release of vLLM")
 
-    monkeypatch.setattr("trl_rollout_corr.tools.arrival.push_checks.read", fails)
+    monkeypatch.setattr("trl_rollout_corr.tools.arrival.push_checks.read_weights", fails)
     with losing("everything"), saying(caplog, "^From here on.*not compared.*AttributeError: another release of vLLM"):
         make().train()
 

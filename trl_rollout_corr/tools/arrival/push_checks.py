@@ -109,7 +109,7 @@ class PushChecks:
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
         """
-        [`~trl_rollout_corr.tools.arrival.fingerprints.read`] applied to the sampler; `None` if it
+        [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`] applied to the sampler; `None` if it
         cannot be read.
         """
         generation = self.pushes.engine
