@@ -33,7 +33,7 @@ def has_extension(config: Any) -> bool:
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
     """
     Weights that the workers of a server hold:
-    [`~trl_rollout_corr.tools.arrival.fingerprints.read`].
+    [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`].
     """
     request: Any = {"method": "read_weights", "args": [names]}
     response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)

@@ -42,7 +42,7 @@ class WeightCheck:
     quantised tensors that did not change.
 
     `read` returns what the sampler holds, and where it puts given weights
-    ([`~trl_rollout_corr.tools.arrival.fingerprints.read`]); `None` if the sampler cannot be read.
+    ([`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`]); `None` if the sampler cannot be read.
     `model` is the trainer's, not wrapped. `dtype` returns the type of the sampler's weights, which
     may be known only after a while.
     """

@@ -20,6 +20,6 @@ class PackingWorker:
     def read_weights(self, names: list[str]) -> dict[str, Any]:
         """
         Fingerprints of the weights that this worker holds:
-        [`~trl_rollout_corr.tools.arrival.fingerprints.read`].
+        [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`].
         """
         return read_weights(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker
