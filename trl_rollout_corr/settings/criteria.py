@@ -20,8 +20,8 @@ if not TYPE_CHECKING:  # for editors and type checkers only: for a `Literal`, ar
     Level = CriterionName = str
 
 SCOPES = ("token", "turn_sum", "turn_mean", "turn_max", "seq_sum", "seq_mean", "seq_max")
-# Divergences between the two probabilities of a token instead of their ratio. At token level, the
-# first two depend on the sign of the advantage.
+# Divergences between the two probabilities of a token instead of their ratio. At token level, the first two depend on
+# the sign of the advantage.
 DIRECTED, OF_PROBABILITIES = ("tv", "kl"), ("tv", "kl", "binary_kl")
 # Names of criteria in verl's first pull request about rejection, and today's names
 FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -29,9 +29,8 @@ FIRST_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 
 class Criterion(NamedTuple):
     """
-    A rejection rule: tokens, turns or sequences with `lower <= statistic <= upper` are kept. The
-    divergence is the statistic of a token, see
-    [`~trl_rollout_corr.correction.functional.token_divergence`] and
+    A rejection rule: tokens, turns or sequences with `lower <= statistic <= upper` are kept. The divergence is the
+    statistic of a token, see [`~trl_rollout_corr.correction.functional.token_divergence`] and
     [`~trl_rollout_corr.correction.functional.probability_divergence`].
     """
 

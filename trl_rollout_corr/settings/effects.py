@@ -1,9 +1,9 @@
 """
-What a configuration does to the loss of a run, where its fields do not say so: settings without
-effect, a correction that is off, a sampler of another distribution, and the length of completions.
+What a configuration does to the loss of a run, where its fields do not say so: settings without effect, a correction
+that is off, a sampler of another distribution, and the length of completions.
 
-The trainers say it when the configuration is built, and so does `trl-rollout-corr check`, which
-builds it. `trl-rollout-corr convert` says it of the file that it translates. No torch.
+The trainers say it when the configuration is built, and so does `trl-rollout-corr check`, which builds it.
+`trl-rollout-corr convert` says it of the file that it translates. No torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -59,8 +59,8 @@ def effects(settings: Settings, fields: Mapping[str, Any]) -> list[Effect]:
         settings ([`~trl_rollout_corr.settings.resolve.Settings`]):
             Settings in effect.
         fields (`Mapping[str, Any]`):
-            Fields of TRL's configuration by name. A missing one has TRL's default, except that
-            `use_vllm` counts as true, because a script may set it.
+            Fields of TRL's configuration by name. A missing one has TRL's default, except that `use_vllm` counts as
+            true, because a script may set it.
 
     Returns:
         `list[Effect]`: one for each thing that the user should know before the run.
@@ -221,11 +221,11 @@ def _percent(share: float) -> str:
 
 def mean_and_sample_size(bounding: Bounding, k3: float, length: float) -> tuple[float, float]:
     """
-    Mean weight and effective sample size, as a share, of completions of `length` tokens whose
-    log-ratios are independent and normal, for a gap of `k3` nats per token (`docs/trl.md`).
+    Mean weight and effective sample size, as a share, of completions of `length` tokens whose log-ratios are
+    independent and normal, for a gap of `k3` nats per token (`docs/trl.md`).
     """
-    # The logarithm of the product is normal, with variance v and mean -v / 2. The means of w and of w^2 over an interval
-    # are those of a normal distribution whose mean is larger by v, or by 2 v, times 1 and exp(v)
+    # The logarithm of the product is normal, with variance v and mean -v / 2. The means of w and of w^2 over an
+    # interval are those of a normal distribution whose mean is larger by v, or by 2 v, times 1 and exp(v)
     v = min(2 * k3 * length, _MOST)
     lower, upper = bounding.lower or 0.0, bounding.upper
     inside = [_between(lower, upper, (2 * power - 1) * v / 2, v) for power in (1, 2)]
@@ -256,8 +256,8 @@ _PASSES: dict[str, Callable[[float, float], tuple[float, float]]] = {
 
 def kept_share(criterion: Criterion, k3: float, length: float) -> float:
     """
-    Share of completions of `length` tokens that a criterion on the product or the mean of their
-    ratios keeps; 1 for other criteria. As in [`mean_and_sample_size`].
+    Share of completions of `length` tokens that a criterion on the product or the mean of their ratios keeps; 1 for
+    other criteria. As in [`mean_and_sample_size`].
     """
     if criterion.divergence != "k1" or criterion.scope not in _PASSES:
         return 1.0

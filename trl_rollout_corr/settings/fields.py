@@ -142,8 +142,8 @@ def _is_number(value: object) -> bool:
         return False
 
 
-# Parser of each field, in the order of the documentation. `None` and "preset" are values of a field
-# that a preset decides
+# Parser of each field, in the order of the documentation. `None` and "preset" are values of a field that a preset
+# decides
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_correction": _preset,
     "rollout_is": partial(_choice, "rollout_is", (*LEVELS, "preset", None)),

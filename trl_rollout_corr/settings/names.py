@@ -30,10 +30,7 @@ INSTEAD = {
 
 
 def instead_of(name: str, names: Iterable[str]) -> str:
-    """
-    A sentence, after a blank, on what to write instead of an unknown name; empty if nothing is
-    close.
-    """
+    """A sentence, after a blank, on what to write instead of an unknown name; empty if nothing is close."""
     names = list(names)
     if name in INSTEAD:
         return f" {INSTEAD[name]}"

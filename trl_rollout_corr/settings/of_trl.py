@@ -15,8 +15,8 @@ DEFAULTS_OF_TRL: dict[str, Any] = {f"{_TRL}{name}": value for name, value in _DE
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields for `vllm_importance_sampling_*` of `GRPOConfig`; missing ones take TRL's defaults."""
-    # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL
-    # sets the ratio of a token without a log-probability to 1, hence `rollout_nan_policy`.
+    # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL sets the ratio of
+    # a token without a log-probability to 1, hence `rollout_nan_policy`.
     settings = {**DEFAULTS_OF_TRL, **given}
     if not settings[f"{_TRL}correction"]:
         return {"rollout_correction": "disabled"}

@@ -8,8 +8,8 @@ from copy import deepcopy
 from typing import Any
 
 
-# Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000
-# tokens, is a factor of e.
+# Rejection by the geometric mean of the ratio: a 0.1 percent drift per token, summed over 1000 tokens, is a factor of
+# e.
 _GEO_RS = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [[0.999, 1.001]]}
 # Rejection by the mean k3 estimate of the KL divergence, in nats per token.
 _K3_RS = {"rollout_rs": ["seq_mean_k3"], "rollout_rs_threshold": [0.01]}
@@ -52,51 +52,47 @@ VERL_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _NO_IS,
 }
 
-# Trust regions on probabilities instead of ratios, and settings that two labs trained with.
-# Thresholds are as published, except in `auto`.
+# Trust regions on probabilities instead of ratios, and settings that two labs trained with. Thresholds are as
+# published, except in `auto`.
 LATER_PRESETS: dict[str, dict[str, Any]] = {
-    # DPPO (https://huggingface.co/papers/2602.04879), with the bounds of SkyRL and verl, which
-    # truncate the ratio at 20.
+    # DPPO (https://huggingface.co/papers/2602.04879), with the bounds of SkyRL and verl, which truncate the ratio at
+    # 20.
     "bypass_dppo_tv": {**_DPPO, "rollout_rs": ["token_tv"], "rollout_rs_threshold": [[0.2, 0.2]]},
     "bypass_dppo_kl": {**_DPPO, "rollout_rs": ["token_kl"], "rollout_rs_threshold": [[0.05, 0.05]]},
-    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens are
-    # unbounded.
+    # KPop (https://ringtech.notion.site/kpop), as in AReaL: the weights of kept tokens are unbounded.
     "decoupled_kpop": {
         "rollout_is": "token",
         "rollout_is_threshold": float("inf"),
         "rollout_rs": ["token_binary_kl"],
         "rollout_rs_threshold": [0.1],
     },
-    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and rejection of completions
-    # with a token ratio below 1e-5.
+    # INTELLECT-3 (https://huggingface.co/papers/2512.16144): IcePop, and rejection of completions with a token ratio
+    # below 1e-5.
     "decoupled_intellect3": {
         **_TOKEN_ICEPOP,
         "rollout_rs": ["seq_max_k1"],
         "rollout_rs_threshold": [[1e-5, float("inf")]],
     },
-    # FlashREINFORCE, as in OpenRLHF 0.11.2, slime and miles: it rejects completions with a mean
-    # binary KL above 0.003.
+    # FlashREINFORCE, as in OpenRLHF 0.11.2, slime and miles: it rejects completions with a mean binary KL above 0.003.
     "bypass_flash_reinforce": {**_DPPO, "rollout_rs": ["seq_mean_binary_kl"], "rollout_rs_threshold": [0.003]},
-    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see
-    # `of_trl`.
+    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see `of_trl`.
     "trl": _NO_IS,
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
-        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per
-        # sequence: 1 where the advantage is positive, else the ratio. Where the advantage is
-        # negative, a ratio above 1 is what pulls back a token that became more likely. A cap of 1
-        # removes this pull; the cap of 3, as in PPO's dual clip, only limits noise.
+        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the
+        # advantage is positive, else the ratio. Where the advantage is negative, a ratio above 1 is what pulls back a
+        # token that became more likely. A cap of 1 removes this pull; the cap of 3, as in PPO's dual clip, only limits
+        # noise.
         "rollout_is": "token",
         "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
-        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that moved by more
-        # than 0.2 is not pushed further. With 0.1, formats are learned later. It may be pushed
-        # back, so a lower bound rejects rewarded corrupted tokens: the sampler was sure of them,
-        # and their trainer probability is a thousand times lower.
+        # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that moved by more than 0.2 is not
+        # pushed further. With 0.1, formats are learned later. It may be pushed back, so a lower bound rejects rewarded
+        # corrupted tokens: the sampler was sure of them, and their trainer probability is a thousand times lower.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
-        # A pull towards the sampler ends when the sampler catches up with the trainer. Towards its
-        # rounding it would never end, so what rounding explains is no reason to pull.
+        # A pull towards the sampler ends when the sampler catches up with the trainer. Towards its rounding it would
+        # never end, so what rounding explains is no reason to pull.
         "rollout_allow_rounding": True,
     },
 }
@@ -118,8 +114,7 @@ _OFF: dict[str, Any] = {
     "rollout_loss_type": "ppo_clip",
 }
 
-# Default of each field that a preset decides. It means "as the preset says"; `None` turns weights
-# and rejection off.
+# Default of each field that a preset decides. It means "as the preset says"; `None` turns weights and rejection off.
 UNSET: dict[str, Any] = {**dict.fromkeys(_OFF), "rollout_is": "preset", "rollout_rs": "preset"}
 
 

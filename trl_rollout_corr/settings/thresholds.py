@@ -1,9 +1,8 @@
 """
 Strict parsing of thresholds in Python, YAML, JSON and on a command line.
 
-Text is accepted in verl's form (`"0.5_2.0"`, `"0.6_1.6,2.5"`) and as a bracketed list (`"[[0.6,
-1.6], 2.5]"`). Python's `float` would read `"0.5_2"` as 0.52, and so does YAML without quotes, hence
-the number grammar below.
+Text is accepted in verl's form (`"0.5_2.0"`, `"0.6_1.6,2.5"`) and as a bracketed list (`"[[0.6, 1.6], 2.5]"`).
+Python's `float` would read `"0.5_2"` as 0.52, and so does YAML without quotes, hence the number grammar below.
 """
 
 import json
