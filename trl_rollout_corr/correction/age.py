@@ -1,10 +1,9 @@
 """
-Age of the data, and the part of the gap to the sampler that updates of the policy explain. All
-values stay sums until they are logged, as in `metrics.py`. Torch only.
+Age of the data, and the part of the gap to the sampler that updates of the policy explain. All values stay sums until
+they are logged, as in `metrics.py`. Torch only.
 
-The age of a token is the number of optimizer steps between the weights that sampled it and the
-weights that train on it. The age of a completion is the age of its oldest token. In the metrics of
-a whole batch it is called staleness.
+The age of a token is the number of optimizer steps between the weights that sampled it and the weights that train on
+it. The age of a completion is the age of its oldest token. In the metrics of a whole batch it is called staleness.
 """
 
 from collections.abc import Mapping
@@ -22,8 +21,8 @@ _GAP = ("tokens", "d", "k3")
 
 class Staleness(SegmentedSums):
     """
-    Sums of ages, of the two parts of the gap to the sampler, and the completions that the
-    asynchronous trainer trained on or dropped as too old. An unknown segment stays 0.
+    Sums of ages, of the two parts of the gap to the sampler, and the completions that the asynchronous trainer trained
+    on or dropped as too old. An unknown segment stays 0.
     """
 
     SEGMENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -51,16 +50,16 @@ class Staleness(SegmentedSums):
 
 def engine_gap(statistics: Statistics) -> Segments:
     """
-    Gap of the old policy to the sampler, for [`Staleness.of`]. Both hold the same weights, so the
-    gap comes from the two engines. The training policy of `statistics` is the old policy.
+    Gap of the old policy to the sampler, for [`Staleness.of`]. Both hold the same weights, so the gap comes from the
+    two engines. The training policy of `statistics` is the old policy.
     """
     return {"engine": torch.stack([statistics[name] for name in _GAP])}
 
 
 def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch.Tensor) -> Segments:
     """
-    Gap of the current policy to the old policy, for [`Staleness.of`]. It comes from the optimizer
-    steps between the two. Log-probabilities, in nats, and the mask are of shape `(B, T)`.
+    Gap of the current policy to the old policy, for [`Staleness.of`]. It comes from the optimizer steps between the
+    two. Log-probabilities, in nats, and the mask are of shape `(B, T)`.
     """
     tokens = select_tokens(current_logps, old_logps, mask)
     # d = log pi_current - log pi_old, with the KL estimate k3 = exp(d) - 1 - d
@@ -78,8 +77,8 @@ def count_ages(ages: torch.Tensor) -> Segments:
 
 def count_completions(mask: torch.Tensor, n_dropped: int) -> Segments:
     """
-    Number of completions with a token in the mask, `(B, T)`, which are trained on, and number of
-    completions dropped as too old, for [`Staleness.of`].
+    Number of completions with a token in the mask, `(B, T)`, which are trained on, and number of completions dropped
+    as too old, for [`Staleness.of`].
     """
     trained = (mask != 0).any(1).sum(dtype=accumulation_dtype(mask.device))
     return {"completions": torch.stack([trained, torch.full_like(trained, n_dropped)])}

@@ -36,8 +36,8 @@ class RolloutCorrection:
 
     Args:
         weights (`torch.Tensor` of shape `(B, T)` or `None`):
-            Detached importance weights after bounding and batch normalisation, 0 outside the valid
-            tokens. `None` without weights.
+            Detached importance weights after bounding and batch normalisation, 0 outside the valid tokens. `None`
+            without weights.
         keep (`torch.Tensor` of shape `(B, T)`):
             Boolean mask of the valid tokens that every criterion keeps.
         valid (`torch.Tensor` of shape `(B, T)`):
@@ -47,8 +47,8 @@ class RolloutCorrection:
         applies_weights (`bool`):
             True if the mode applies the weights; False if it only reports them.
         log_ratio (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode,
-            where nothing reads it.
+            Log-ratio to the sampler, in nats, 0 outside the valid tokens. `None` in decoupled mode, where nothing
+            reads it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums that the metrics are computed from.
         rounding (`torch.Tensor` of shape `(2,)` or `(B, 2)`, or `None`):
@@ -67,8 +67,8 @@ class RolloutCorrection:
     @property
     def coefficients(self) -> torch.Tensor:
         """
-        Factor of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without the
-        weights where the mode does not apply them. Each access computes it again.
+        Factor of the policy gradient of each token, `(B, T)`: `weights * keep * scale`, without the weights where the
+        mode does not apply them. Each access computes it again.
         """
         coefficients = as_numbers(self.keep, self.scale.dtype).mul_(self.scale)
         return coefficients if self.weights is None or not self.applies_weights else coefficients.mul_(self.weights)
@@ -79,8 +79,7 @@ class RolloutCorrection:
 
         Args:
             keep (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-                Boolean mask of the tokens that your criterion keeps. Tokens that the settings
-                reject stay rejected.
+                Boolean mask of the tokens that your criterion keeps. Tokens that the settings reject stay rejected.
             weights (`torch.Tensor` of shape `(B, T)`, *optional*):
                 Weights that replace the ones of the settings.
 
@@ -88,8 +87,8 @@ class RolloutCorrection:
             `ValueError`: if the shape of a tensor differs.
 
         Returns:
-            [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics
-            with `rollout_is` or `rollout_rs` in their name still describe the settings.
+            [`RolloutCorrection`]: the copy. Its metric `effective_lr` describes the copy. Metrics with `rollout_is` or
+            `rollout_rs` in their name still describe the settings.
         """
         shape = tuple(self.keep.shape)
         for name, given, allowed in (("keep", keep, (shape, (shape[0], 1))), ("weights", weights, (shape,))):
@@ -122,40 +121,37 @@ def compute_rollout_correction(
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RolloutCorrection:
     """
-    Correct a batch for the mismatch between the policy that sampled it and the policy that trains
-    on it.
+    Correct a batch for the mismatch between the policy that sampled it and the policy that trains on it.
 
     Args:
         train_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the sampled tokens under the training policy, in nats: the *old*
-            policy in decoupled mode, the *current* one in bypass mode. They are detached.
+            Log-probabilities of the sampled tokens under the training policy, in nats: the *old* policy in decoupled
+            mode, the *current* one in bypass mode. They are detached.
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities of the same tokens under the policy that sampled them, in nats.
         mask (`torch.Tensor` of shape `(B, T)`):
-            Non-zero on the tokens of the loss. Elsewhere the log-probabilities may be anything, NaN
-            included.
+            Non-zero on the tokens of the loss. Elsewhere the log-probabilities may be anything, NaN included.
         config ([`RolloutCorrectionConfig`] or [`~trl_rollout_corr.settings.resolve.Settings`]):
             Settings, or the result of resolving them.
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
-            Advantages, for criteria that depend on their sign, and for the divergence by sign of
-            the advantage.
+            Advantages, for criteria that depend on their sign, and for the divergence by sign of the advantage.
         turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Turn of each token, for weights and criteria per turn: numbers of 0 or more that never
-            decrease. By default a turn is a run of tokens of the mask.
+            Turn of each token, for weights and criteria per turn: numbers of 0 or more that never decrease. By default
+            a turn is a run of tokens of the mask.
         rounding (`torch.Tensor` of shape `(2,)` or `(B, 2)`, *optional*):
             What rounding alone does to a probability, and to a log-ratio in nats, for all completions or for each, see
             [`~trl_rollout_corr.correction.rounding.Rounding`]. It is read with `rollout_allow_rounding` only.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
-            Sums a tensor over all ranks. It is called once, with a tensor of shape `(4,)`, and only
-            if `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By
-            default the batch at hand is the whole batch.
+            Sums a tensor over all ranks. It is called once, with a tensor of shape `(4,)`, and only if
+            `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at
+            hand is the whole batch.
 
     Returns:
         [`RolloutCorrection`]: detached from the graph; gradients stay finite for all inputs.
 
     Raises:
-        `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the
-        loss is not finite and `rollout_nan_policy` is `"raise"`.
+        `ValueError`: if the shapes differ, if there is no token, or if a log-probability of the loss is not finite and
+        `rollout_nan_policy` is `"raise"`.
 
     Example:
 
@@ -302,9 +298,7 @@ def _correct_rows(
 
 
 def _joined(blocks: Iterable[RolloutCorrection], shape: torch.Size) -> RolloutCorrection:
-    """
-    Join corrections of blocks of rows into one of shape `shape`. A single block is not copied.
-    """
+    """Join corrections of blocks of rows into one of shape `shape`. A single block is not copied."""
     whole: dict[str, Any] = {}
     sums, done = [], 0
     for block in blocks:

@@ -1,12 +1,10 @@
 """
 Importance weights and rejection rules: tensors in, tensors out.
 
-Shapes: `B` completions, `T` completion tokens. Indicators of tokens are numbers, 1 or 0, in the
-type of the log-ratio: multiplying and adding them is several times faster than combining and
-counting booleans.
+Shapes: `B` completions, `T` completion tokens. Indicators of tokens are numbers, 1 or 0, in the type of the log-ratio:
+multiplying and adding them is several times faster than combining and counting booleans.
 
-Nothing in this module reads a configuration, synchronises with the host, or talks to another
-process.
+Nothing in this module reads a configuration, synchronises with the host, or talks to another process.
 """
 
 import math
@@ -21,13 +19,12 @@ from ..settings.criteria import OF_PROBABILITIES, Bounding, Criterion
 
 Bound = float | torch.Tensor
 
-# exp(20) = 4.9e8: a larger ratio means "broken", not "off-policy", and sums of squares still fit in
-# float32. The bound is verl's. verl also raises ratios below exp(-20) to exp(-20); here they keep
-# their value, which is at most 2e-9 away.
+# exp(20) = 4.9e8: a larger ratio means "broken", not "off-policy", and sums of squares still fit in float32. The bound
+# is verl's. verl also raises ratios below exp(-20) to exp(-20); here they keep their value, which is at most 2e-9
+# away.
 LOG_RATIO_BOUND = 20.0
 
-# A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in
-# float32.
+# A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
 
 # Exponents of e are clamped to this: a long row of exp(60) still adds up within float32.
@@ -39,8 +36,8 @@ SMALLEST_PROBABILITY = 1e-6
 # Weights with a mean below this are not normalised, because every weight was set to 0.
 MIN_MEAN_WEIGHT = 1e-8
 
-# Rows are processed in blocks of this many tokens, with a dozen tensors alive at a time. On a CPU a
-# block stays in the cache; elsewhere a kernel must be worth its launch.
+# Rows are processed in blocks of this many tokens, with a dozen tensors alive at a time. On a CPU a block stays in the
+# cache; elsewhere a kernel must be worth its launch.
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**17, 2**22
 
 
@@ -63,15 +60,14 @@ class Tokens(NamedTuple):
 
     def over(self, unit: str, x: torch.Tensor, how: str) -> torch.Tensor:
         """
-        Sum (`"sum"`) or maximum (`"amax"`) of `x`, `(B, T)`, over each sequence (`"seq"`), `(B,
-        1)`, or over the turn of each token (`"turn"`), `(B, T)`.
+        Sum (`"sum"`) or maximum (`"amax"`) of `x`, `(B, T)`, over each sequence (`"seq"`), `(B, 1)`, or over the turn
+        of each token (`"turn"`), `(B, T)`.
         """
         of_row = x.sum(-1, keepdim=True) if how == "sum" else x.amax(-1, keepdim=True)
         if unit == "seq" or self.turn is None:
             return of_row
         turns = torch.full_like(x, 0.0 if how == "sum" else -torch.inf).scatter_reduce_(-1, self.turn, x, how)
-        # A single turn takes the sum of the sequence: another order of addition would round
-        # differently
+        # A single turn takes the sum of the sequence: another order of addition would round differently
         return torch.where(self.turn.amax(-1, keepdim=True) > 0, turns.gather(-1, self.turn), of_row)
 
     def part_of_turn(self) -> torch.Tensor:
@@ -102,9 +98,9 @@ def row_blocks(mask: torch.Tensor) -> Iterator[slice]:
 
 def turns_of(mask: torch.Tensor, turn_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Turn of each token of the model, from 1; all shapes are `(B, T)`. `mask` marks these tokens. A
-    token outside the mask gets the turn before it, or 0 without one. A change of `turn_ids`, which
-    never decrease, begins a turn; by default a turn is a run of tokens of the model.
+    Turn of each token of the model, from 1; all shapes are `(B, T)`. `mask` marks these tokens. A token outside the
+    mask gets the turn before it, or 0 without one. A change of `turn_ids`, which never decrease, begins a turn; by
+    default a turn is a run of tokens of the model.
     """
     model = mask != 0
     turn_so_far = model.long() if turn_ids is None else torch.where(model, turn_ids.long() + 1, 0).cummax(1).values
@@ -138,9 +134,9 @@ def select_tokens(
     train_logps: torch.Tensor, rollout_logps: torch.Tensor, mask: torch.Tensor, *, neutralize: bool = False
 ) -> Tokens:
     """
-    Select the tokens that count, in float32 or wider: tokens of the mask with a finite log-ratio.
-    Elsewhere the log-probabilities, `(B, T)` in nats, may be anything, NaN included. `neutralize`
-    sets the log-ratio to 0 where only the rollout policy's log-probability is not finite.
+    Select the tokens that count, in float32 or wider: tokens of the mask with a finite log-ratio. Elsewhere the
+    log-probabilities, `(B, T)` in nats, may be anything, NaN included. `neutralize` sets the log-ratio to 0 where only
+    the rollout policy's log-probability is not finite.
     """
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, rollout_logps.dtype), torch.float32)
     train_logps = train_logps.detach().to(dtype)
@@ -162,16 +158,16 @@ def select_tokens(
 
 def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     r"""
-    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn or sequence,
-    or `exp(mean d)` per sequence.
+    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn or sequence, or `exp(mean d)` per
+    sequence.
 
-    `sequence` is the unbiased importance weight of a completion; `token` is its first-order,
-    low-variance substitute ([Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training](https://fengyao.notion.site/off-policy-rl)); `geometric` is `sequence` to the power `1
-    / length` ([GSPO](https://huggingface.co/papers/2507.18071) uses this form of ratio).
+    `sequence` is the unbiased importance weight of a completion; `token` is its first-order, low-variance substitute
+    ([Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training](https://fengyao.notion.site/off-policy-rl)); `geometric` is `sequence` to the power `1 / length`
+    ([GSPO](https://huggingface.co/papers/2507.18071) uses this form of ratio).
 
-    The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on
-    tokens that do not count.
+    The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on tokens that do not
+    count.
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
@@ -191,10 +187,9 @@ def bounds_by_sign(
     bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype, rounding: torch.Tensor | None = None
 ) -> tuple[Bound | None, Bound]:
     """
-    Lower and upper bound of the importance weights. Bounds that depend on the advantage take the
-    shape of its sign `direction`, `(B, 1)` or `(B, T)`. Those of positive advantages are widened to
-    what `rounding`, the size in nats of log-ratios at equal weights, explains, but not beyond those
-    of negative ones.
+    Lower and upper bound of the importance weights. Bounds that depend on the advantage take the shape of its sign
+    `direction`, `(B, 1)` or `(B, T)`. Those of positive advantages are widened to what `rounding`, the size in nats of
+    log-ratios at equal weights, explains, but not beyond those of negative ones.
     """
     if bounding.positive is None or bounding.lower is None:
         return bounding.lower, bounding.upper
@@ -213,8 +208,8 @@ def bound_weights(
     ratio: torch.Tensor, counts: torch.Tensor, *, lower: Bound | None, upper: Bound, clamp: bool = False
 ) -> torch.Tensor:
     """
-    Bound importance ratios, `(B, T)` or `(B, 1)`, which count where `counts` is 1. Without `lower`
-    they are truncated: `min(ratio, upper)`. With it they become 0 outside `[lower, upper]`, as in
+    Bound importance ratios, `(B, T)` or `(B, 1)`, which count where `counts` is 1. Without `lower` they are truncated:
+    `min(ratio, upper)`. With it they become 0 outside `[lower, upper]`, as in
     [IcePop](https://ringtech.notion.site/icepop), or the nearest bound with `clamp`.
     """
     if lower is None:
@@ -229,13 +224,12 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     Per-token estimates of the divergence between the two policies
     ([Approximating KL Divergence](http://joschu.net/blog/kl-approx.html)), with `d` the log-ratio:
 
-    - `k1 = -d`, which is signed: positive where the trainer finds the token less likely than the
-      sampler did;
+    - `k1 = -d`, which is signed: positive where the trainer finds the token less likely than the sampler did;
     - `k2 = d^2 / 2`, symmetric in `d`;
     - `k3 = exp(d) - 1 - d`, which grows like the ratio above 1 and like its logarithm below.
 
-    The estimate, `(B, T)`, is in nats. `k2` and `k3` are computed from `d` clamped to `[-20, 20]`
-    so that they stay finite.
+    The estimate, `(B, T)`, is in nats. `k2` and `k3` are computed from `d` clamped to `[-20, 20]` so that they stay
+    finite.
     """
     if divergence == "k1":
         return -log_ratio
@@ -253,19 +247,18 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     r"""
-    Divergences of the two policies seen as policies over two events, the sampled token and any
-    other. With `p` the probability under the training policy, `q` under the sampler, and `D(a, b) =
-    a ln(a / b) + (1 - a) ln((1 - a) / (1 - b))`:
+    Divergences of the two policies seen as policies over two events, the sampled token and any other. With `p` the
+    probability under the training policy, `q` under the sampler, and
+    `D(a, b) = a ln(a / b) + (1 - a) ln((1 - a) / (1 - b))`:
 
     - `tv = p - q`, the total variation with its sign, and `kl = sign(p - q) D(q, p)`, from
       [DPPO](https://huggingface.co/papers/2602.04879) (equations 13 and 14 there);
     - `binary_kl = max(D(p, q), D(q, p))`: KPop, as in AReaL.
 
-    A ratio is noisy for an unlikely token and insensitive for a likely one: from 0.98 to 0.90 it
-    moves by 8 percent.
+    A ratio is noisy for an unlikely token and insensitive for a likely one: from 0.98 to 0.90 it moves by 8 percent.
 
-    The divergence, `(B, T)`, is in nats except for `tv`, and 0 where a token does not count.
-    Probabilities are clamped to `[1e-6, 1 - 1e-6]`.
+    The divergence, `(B, T)`, is in nats except for `tv`, and 0 where a token does not count. Probabilities are clamped
+    to `[1e-6, 1 - 1e-6]`.
     """
     log_p = tokens.train_logps.clamp(max=0.0)
     log_q = (tokens.train_logps - tokens.log_ratio).clamp_(max=0.0)
@@ -290,15 +283,14 @@ def reject(
     rounding: torch.Tensor | None = None,
 ) -> Rejection:
     """
-    Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the
-    advantage, for a rule that depends on it. `rounding`, of shape `(1,)` or `(B, 1)`, is what rounding alone does
-    to a probability: bounds on the move of a probability begin beyond it.
+    Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the advantage, for a rule that
+    depends on it. `rounding`, of shape `(1,)` or `(B, 1)`, is what rounding alone does to a probability: bounds on the
+    move of a probability begin beyond it.
     """
     if criterion.divergence in OF_PROBABILITIES and criterion.scope == "token":
         return _reject_by_probability(tokens, criterion, direction, rounding)
     if criterion.divergence in OF_PROBABILITIES:
-        # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total
-        # variation
+        # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total variation
         kind = "kl" if criterion.divergence == "binary_kl" else criterion.divergence
         divergence = probability_divergence(tokens, kind).abs_().mul_(tokens.valid)
     else:
@@ -343,9 +335,9 @@ def _reduce(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tenso
 
 def mean_weight(sums: torch.Tensor) -> torch.Tensor:
     """
-    Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean,
-    or 1 if it is below 1e-8. `sums`, of shape `(2,)`, are the sum and the number of the weights
-    over all ranks, counted per token, per turn or per sequence as the level says.
+    Divisor of the weights in batch normalisation (self-normalised importance sampling): their mean, or 1 if it is
+    below 1e-8. `sums`, of shape `(2,)`, are the sum and the number of the weights over all ranks, counted per token,
+    per turn or per sequence as the level says.
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
@@ -353,8 +345,8 @@ def mean_weight(sums: torch.Tensor) -> torch.Tensor:
 
 def renormalization(valid_and_kept: torch.Tensor) -> torch.Tensor:
     """
-    Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`,
-    or 1 if nothing is kept. `valid_and_kept`, of shape `(2,)`, counts these tokens over all ranks.
+    Factor that turns a mean over all valid tokens into a mean over the kept ones: `valid / kept`, or 1 if nothing is
+    kept. `valid_and_kept`, of shape `(2,)`, counts these tokens over all ranks.
     """
     valid, n_kept = valid_and_kept
     return torch.where(n_kept > 0, valid / n_kept.clamp(min=1), torch.ones_like(valid))

@@ -1,9 +1,8 @@
 """
 Effect of the correction on groups of tokens: by the sign of the advantage and by turn. Torch only.
 
-All values are sums in one vector until they are logged, as in `metrics.py`, so that a share does
-not depend on the split of the batch over ranks, micro-batches or logging steps. The layout is the
-same for every configuration.
+All values are sums in one vector until they are logged, as in `metrics.py`, so that a share does not depend on the
+split of the batch over ranks, micro-batches or logging steps. The layout is the same for every configuration.
 """
 
 import math
@@ -18,8 +17,8 @@ from .sums import Applied, SegmentedSums
 
 # A token with an advantage of 0 gets no policy gradient that a correction could remove
 SIGNS = ("positive", "negative")
-# Turns of an agent: the first, the last of several, and the first two tokens of every later turn,
-# which follow the answer of a tool
+# Turns of an agent: the first, the last of several, and the first two tokens of every later turn, which follow the
+# answer of a tool
 TURNS = ("first", "last", "start")
 _BEGINNING = 2
 _MEASURES = ("tokens", "rejected", "removed")
@@ -67,9 +66,8 @@ def add_up_groups(
     log_ratio: torch.Tensor | None = None,  # (B, T), in nats; needed with `turns`
 ) -> Groups:
     """
-    Add up tokens, rejected tokens and gradient removed by weights, by the sign of the advantage,
-    and the gap by turn. A kept token counts `max(0, 1 - coefficient)` as removed. No host
-    synchronisation, no collective.
+    Add up tokens, rejected tokens and gradient removed by weights, by the sign of the advantage, and the gap by turn.
+    A kept token counts `max(0, 1 - coefficient)` as removed. No host synchronisation, no collective.
     """
     of_token = advantages.dim() == 2  # each token has a sign of its own
     by_row, by_sign = _add_up(valid, keep, coefficients, advantages if of_token else None)
@@ -120,9 +118,7 @@ def _add_up(
 
 
 def _measures(valid: torch.Tensor, keep: torch.Tensor, coefficients: torch.Tensor) -> Iterator[torch.Tensor]:
-    """
-    Three `(B, T)`, each valid until the next: counts, is rejected, gradient removed by weights.
-    """
+    """Three `(B, T)`, each valid until the next: counts, is rejected, gradient removed by weights."""
     counts, kept_tokens = (as_numbers(mask, coefficients.dtype) for mask in (valid, keep))
     yield counts
     yield counts.sub_(kept_tokens)

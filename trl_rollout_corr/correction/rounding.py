@@ -1,10 +1,10 @@
 """
 Size of what rounding alone does to a probability and to a ratio. Torch only.
 
-A sampler with the trainer's own weights still gives other probabilities: other kernels, other
-precision, weights of 8 bits. This part of the gap stays where it is while the policy moves, because
-a push brings the new weights and rounds them again. It is measured on completions that were sampled
-with the weights of the training policy, as the 99th percentile of its size over their tokens.
+A sampler with the trainer's own weights still gives other probabilities: other kernels, other precision, weights of 8
+bits. This part of the gap stays where it is while the policy moves, because a push brings the new weights and rounds
+them again. It is measured on completions that were sampled with the weights of the training policy, as the 99th
+percentile of its size over their tokens.
 """
 
 import math
@@ -17,24 +17,24 @@ from .functional import Tokens, accumulation_dtype, below, probability_divergenc
 from .sums import Applied, SegmentedSums, Segments
 
 
-# Sizes are counted in bins, each a tenth wider than the one before, from 0.00001 on. What is
-# smaller counts as nothing.
+# Sizes are counted in bins, each a tenth wider than the one before, from 0.00001 on. What is smaller counts as
+# nothing.
 _SMALLEST, _WIDTH, _BINS = 1e-5, 0.1, 150
 
 MOST = 0.99  # quantile of the sizes
 KEPT = 0.9  # share of the former value in the moving mean, per optimizer step
 # A token that is a thousand times less likely for one of the two is broken, and nothing that rounding does
 BROKEN = math.log(1000.0)  # nats
-# A sampler whose weights do not arrive, but are announced, must not count as one that rounds: what
-# it rounds at the first step may grow as the policy becomes surer, but not without limit.
+# A sampler whose weights do not arrive, but are announced, must not count as one that rounds: what it rounds at the
+# first step may grow as the policy becomes surer, but not without limit.
 GROWTH = 4.0  # times the first value, at most
 WIDEST = 0.4  # of a probability, at most
 
 
 def count_sizes(sizes: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
-    Histogram, `(151,)`, of sizes that count where `counts` is 1 and not 0; both are `(B, T)`. The
-    first bin holds what is too small.
+    Histogram, `(151,)`, of sizes that count where `counts` is 1 and not 0; both are `(B, T)`. The first bin holds what
+    is too small.
     """
     bins = (sizes.clamp(min=_SMALLEST / 2).log() - math.log(_SMALLEST)).div_(_WIDTH).floor_().add_(1.0)
     bins = bins.clamp_(0, _BINS).long().flatten()
@@ -71,8 +71,8 @@ def measure_rounding(
             Completions that were sampled with the weights of the training policy.
 
     Returns:
-        `torch.Tensor` of shape `(2, 151)`: histograms of the sizes of the differences of
-        probabilities and of log-probabilities.
+        `torch.Tensor` of shape `(2, 151)`: histograms of the sizes of the differences of probabilities and of
+        log-probabilities.
     """
     counted = mask.bool() & fresh.bool().unsqueeze(1)
     found = [
@@ -91,11 +91,11 @@ def _count_rows(tokens: Tokens) -> torch.Tensor:
 
 class Rounding:
     """
-    Moving mean of what rounding alone does, on the device: `value`, `(2,)`, is the size of a difference of probabilities,
-    and in nats of a log-ratio; NaN until completions of equal weights were seen.
+    Moving mean of what rounding alone does, on the device: `value`, `(2,)`, is the size of a difference of
+    probabilities, and in nats of a log-ratio; NaN until completions of equal weights were seen.
 
-    Histograms of this rank wait in `add` until `settle`, so that all ranks use one number. All ranks must call `preview`
-    and `settle` equally often.
+    Histograms of this rank wait in `add` until `settle`, so that all ranks use one number. All ranks must call
+    `preview` and `settle` equally often.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

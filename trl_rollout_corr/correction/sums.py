@@ -1,8 +1,8 @@
 """
 Named sums in one vector. Torch only.
 
-To combine two micro-batches, logging steps or ranks, sums are added and the larger maxima taken. So
-a metric does not depend on the split of the data.
+To combine two micro-batches, logging steps or ranks, sums are added and the larger maxima taken. So a metric does not
+depend on the split of the data.
 """
 
 import math
