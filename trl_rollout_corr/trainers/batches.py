@@ -1,6 +1,6 @@
 """
-Correction of one batch, its metrics and callbacks, for all trainers. It uses only attributes that
-all trainers of TRL share.
+Correction of one batch, its metrics and callbacks, for all trainers. It uses only attributes that all trainers of TRL
+share.
 
 `B` completions, `T` completion tokens.
 """
@@ -54,10 +54,9 @@ class CorrectsBatches(_Host):
     """
     Correction of one batch, and its metrics. List it before TRL's trainer among the bases.
 
-    A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and
-    overrides `_loss_mask` if its batches use another mask of the loss. Differences from TRL:
-    `train` (it refuses settings changed since the trainer was built, and starts the watchers) and
-    `log` (metrics).
+    A trainer sets `_trl_class` (TRL's trainer) and `_config_class` (its configuration), and overrides `_loss_mask` if
+    its batches use another mask of the loss. Differences from TRL: `train` (it refuses settings changed since the
+    trainer was built, and starts the watchers) and `log` (metrics).
     """
 
     _trl_class: type
@@ -66,8 +65,8 @@ class CorrectsBatches(_Host):
 
     def _read_settings(self, model: str | PreTrainedModel, args: Any) -> Any:
         """
-        Check the configuration, and read the settings of the correction. This happens once, before
-        vLLM starts, which takes long; `train` refuses fields that were changed later.
+        Check the configuration, and read the settings of the correction. This happens once, before vLLM starts, which
+        takes long; `train` refuses fields that were changed later.
         """
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
@@ -162,16 +161,15 @@ class CorrectsBatches(_Host):
 
     def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
         """
-        Correct a batch. Override this method for your own criterion or weights:
-        `trl-rollout-corr docs custom`.
+        Correct a batch. Override this method for your own criterion or weights: `trl-rollout-corr docs custom`.
 
         Args:
             train_logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the sampled tokens in the trainer, in nats: under the old
-                policy in decoupled mode, under the current one in bypass mode.
+                Log-probabilities of the sampled tokens in the trainer, in nats: under the old policy in decoupled
+                mode, under the current one in bypass mode.
             batch (`dict`):
-                TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler,
-                `(B, T)` in nats, and `advantages`, `(B,)` or `(B, T)`.
+                TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler, `(B, T)` in nats,
+                and `advantages`, `(B,)` or `(B, T)`.
 
         Returns:
             [`~trl_rollout_corr.correction.compute.RolloutCorrection`]: weights and rejected tokens.
@@ -194,8 +192,8 @@ class CorrectsBatches(_Host):
 
     def _measure_rounding(self, train_logps: torch.Tensor, batch: dict[str, Any], from_old: bool) -> None:
         """
-        Count what rounding alone does in completions of equal weights. All ranks use what all of them counted up to the
-        optimizer step before, and in the first step what its micro-batches have shown so far.
+        Count what rounding alone does in completions of equal weights. All ranks use what all of them counted up to
+        the optimizer step before, and in the first step what its micro-batches have shown so far.
         """
         if not self._settings.measures_rounding or not self.model.training:
             return
@@ -211,8 +209,8 @@ class CorrectsBatches(_Host):
 
     def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         """
-        Completions, `(B,)`, whose sampler announced the weights of the policy that is corrected
-        for, which is the old policy if `from_old`; `None` if nothing is known.
+        Completions, `(B,)`, whose sampler announced the weights of the policy that is corrected for, which is the old
+        policy if `from_old`; `None` if nothing is known.
         """
         ages = self._ages(batch)
         return None if ages is None else ages == 0
@@ -240,9 +238,9 @@ class CorrectsBatches(_Host):
         current, correction = corrected.train_logps, corrected.correction
         if self._settings.mode == "reinforce":
             return current, corrected.coefficients  # ratio 1, with the gradient of the log-likelihood
-        # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A
-        # rejected token must not change the ratio of its completion in a loss with ratios per
-        # completion. For both tokens the current policy is the anchor, which makes the ratio 1.
+        # PPO's gradient is 0 where the ratio saturates, and the ratio itself would overflow. A rejected token must not
+        # change the ratio of its completion in a loss with ratios per completion. For both tokens the current policy
+        # is the anchor, which makes the ratio 1.
         assert correction.log_ratio is not None
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), corrected.coefficients * usable
@@ -250,8 +248,8 @@ class CorrectsBatches(_Host):
     # Logging ----------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one
-        # rank, where the gather below would wait forever.
+        # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the
+        # gather below would wait forever.
         if "train_runtime" in logs:  # closes the training window, even if an evaluation came last
             logs.update(self._close_window(self._now._replace(mode="train")))
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):

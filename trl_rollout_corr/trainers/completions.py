@@ -1,6 +1,5 @@
 """
-Values per token that a sampler or a user's function returns for completions, checked and brought
-into one form.
+Values per token that a sampler or a user's function returns for completions, checked and brought into one form.
 
 `n` completions, `T` tokens in one of them.
 """
@@ -97,8 +96,8 @@ def read_logprobs(
     logprobs: Any, lengths: Sequence[int] | None = None, mask: Sequence[Any] | None = None
 ) -> list[list[float]]:
     """
-    Log-probability of each token of each completion, checked against the `lengths` of the
-    completions, if known. `mask` is 0 on tokens that were not sampled, where any value will do.
+    Log-probability of each token of each completion, checked against the `lengths` of the completions, if known.
+    `mask` is 0 on tokens that were not sampled, where any value will do.
     """
     if logprobs is None:
         raise ValueError(
@@ -133,8 +132,8 @@ def read_logprobs(
 
 def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
     """
-    A `rollout_func` whose result is checked before TRL takes it, except log-probabilities, which
-    [`read_logprobs`] checks. `told` collects the keys that a warning named.
+    A `rollout_func` whose result is checked before TRL takes it, except log-probabilities, which [`read_logprobs`]
+    checks. `told` collects the keys that a warning named.
     """
 
     @wraps(rollout_func)

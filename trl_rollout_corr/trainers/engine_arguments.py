@@ -1,8 +1,8 @@
 """
 Arguments of vLLM's engine without a field in TRL: `rollout_engine_kwargs`.
 
-TRL builds the engine of its colocate mode inside its trainer, as `vllm_generation.LLM`. This name
-is replaced while the trainer is built.
+TRL builds the engine of its colocate mode inside its trainer, as `vllm_generation.LLM`. This name is replaced while
+the trainer is built.
 
 With `quantization`, vLLM rounds weights while it loads them, and again at each push
 ([`~trl_rollout_corr.trainers.pushes.PushesToVLLM`]).

@@ -1,9 +1,8 @@
 """
 Forward passes of TRL, by purpose.
 
-TRL's trainers run every model through one method, `_get_per_token_logps_and_entropies`. Rollout
-correction overrides it once ([`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`]), and asks
-the current pass what to do:
+TRL's trainers run every model through one method, `_get_per_token_logps_and_entropies`. Rollout correction overrides
+it once ([`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`]), and asks the current pass what to do:
 
 | pass | under way while | what it does |
 | --- | --- | --- |
@@ -13,31 +12,30 @@ the current pass what to do:
 | [`Rescoring`] | a batch is scored once more, outside its loss | nothing |
 | [`ForwardPass`] | code of the user runs: a reward function, a script | nothing |
 
-The trainer keeps one pass at a time, in `_pass`. A pass begins and ends with a `with` statement,
-and passes nest. One step of training goes like this:
+The trainer keeps one pass at a time, in `_pass`. A pass begins and ends with a `with` statement, and passes nest. One
+step of training goes like this:
 
 1. TRL calls `_generate_and_score_completions`: [`Scoring`] begins.
-2. Within it, TRL calls `_generate`: [`Generation`] begins, gets the log-probabilities and the
-   prompts of the sampler, and ends. [`Scoring.generated`] takes it.
-3. TRL runs the old policy ([`OldPass`]), and with `beta` the reference. Where nothing needs its
-   result, [`OldPass`] answers without a forward pass.
-4. TRL calls `_calculate_rewards`. A plain [`ForwardPass`] covers reward functions. Afterwards
-   [`Scoring.take_rewards`] gets their rewards, and with `rollout_rs_exclude_from_baseline` the
-   completions that [`Scoring.rejected`] names get a NaN.
-5. TRL computes advantages and returns the batch: [`Scoring`] ends, and the trainer adds the columns
-   of the correction.
-6. For each micro-batch TRL calls `compute_loss`: [`LossPass`] begins. After the forward pass of the
-   policy, the trainer puts the corrected advantages and the anchor into the batch, which TRL reads
-   next. With `rollout_diagnose`, sequences of the first batch are scored again, which is a
-   [`Rescoring`] within it. [`LossPass`] ends before the backward pass.
-7. After the backward pass, `training_step` releases the replays. With `num_iterations`, step 6
-   visits the same samples again.
+2. Within it, TRL calls `_generate`: [`Generation`] begins, gets the log-probabilities and the prompts of the sampler,
+   and ends. [`Scoring.generated`] takes it.
+3. TRL runs the old policy ([`OldPass`]), and with `beta` the reference. Where nothing needs its result, [`OldPass`]
+   answers without a forward pass.
+4. TRL calls `_calculate_rewards`. A plain [`ForwardPass`] covers reward functions. Afterwards [`Scoring.take_rewards`]
+   gets their rewards, and with `rollout_rs_exclude_from_baseline` the completions that [`Scoring.rejected`] names get
+   a NaN.
+5. TRL computes advantages and returns the batch: [`Scoring`] ends, and the trainer adds the columns of the correction.
+6. For each micro-batch TRL calls `compute_loss`: [`LossPass`] begins. After the forward pass of the policy, the
+   trainer puts the corrected advantages and the anchor into the batch, which TRL reads next. With `rollout_diagnose`,
+   sequences of the first batch are scored again, which is a [`Rescoring`] within it. [`LossPass`] ends before the
+   backward pass.
+7. After the backward pass, `training_step` releases the replays. With `num_iterations`, step 6 visits the same samples
+   again.
 
-A push of weights, at the beginning of step 2, may score earlier completions once more, each in a
-plain [`ForwardPass`].
+A push of weights, at the beginning of step 2, may score earlier completions once more, each in a plain
+[`ForwardPass`].
 
-Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replay.Replay`]) ask the pass for the
-choices of its batch.
+Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replay.Replay`]) ask the pass for the choices of its
+batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
@@ -82,8 +80,8 @@ class ForwardPass:
 
     def columns(self, generated: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
         """
-        Columns of the batch, with the choices of the sampler that this pass makes again.
-        `generated` returns the columns of a batch that was just generated.
+        Columns of the batch, with the choices of the sampler that this pass makes again. `generated` returns the
+        columns of a batch that was just generated.
         """
         return {}
 
@@ -109,11 +107,10 @@ class Rescoring(ForwardPass):
 
 class OldPass:
     """
-    TRL's first forward pass while it scores a batch, which computes the log-probabilities of the
-    old policy.
+    TRL's first forward pass while it scores a batch, which computes the log-probabilities of the old policy.
 
-    `answer` replaces the forward pass: it takes `input_ids` and `logits_to_keep`, and returns
-    log-probabilities, `(B, T)`.
+    `answer` replaces the forward pass: it takes `input_ids` and `logits_to_keep`, and returns log-probabilities,
+    `(B, T)`.
     """
 
     def __init__(self, answer: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
@@ -144,9 +141,8 @@ class OldPass:
 
     def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str) -> None:
         """
-        Put the old log-probabilities under `anchor_key` into the batch that TRL scored, or remove
-        their placeholder. Raises a `RuntimeError` if the number of TRL's forward passes is not
-        `expected`, or if the key is missing.
+        Put the old log-probabilities under `anchor_key` into the batch that TRL scored, or remove their placeholder.
+        Raises a `RuntimeError` if the number of TRL's forward passes is not `expected`, or if the key is missing.
         """
         if self.calls != expected or anchor_key not in output:
             raise RuntimeError(
@@ -162,8 +158,8 @@ class OldPass:
 
 class Generation(ForwardPass):
     """
-    The passes while the sampler generates a batch, all of which a `rollout_func` runs, and what TRL
-    would discard of the completions.
+    The passes while the sampler generates a batch, all of which a `rollout_func` runs, and what TRL would discard of
+    the completions.
     """
 
     logprobs: list[list[float]] | None = None  # of the sampled tokens, per completion
@@ -221,8 +217,8 @@ class Scoring(ForwardPass):
 
     def take_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, own: slice) -> None:
         """
-        Keep the rewards of this rank's completions, the rows `own` of `rewards`, `(N, F)`, which
-        covers all ranks and `F` functions with `weights`, `(F,)`; NaN where a function gave none.
+        Keep the rewards of this rank's completions, the rows `own` of `rewards`, `(N, F)`, which covers all ranks and
+        `F` functions with `weights`, `(F,)`; NaN where a function gave none.
         """
         total = (rewards * weights.to(rewards.device)).nansum(1)
         self.rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)[own]
@@ -237,8 +233,8 @@ class Scoring(ForwardPass):
 
     def check_rows(self, n: int, owner: str) -> None:
         """
-        Check that log-probabilities, rewards and turns belong to the `n` completions of the batch,
-        which a method of the class `owner` returned.
+        Check that log-probabilities, rewards and turns belong to the `n` completions of the batch, which a method of
+        the class `owner` returned.
         """
         lists = (self.generation.logprobs, self.rewards, self.generation.turn_ids)
         rows = [len(x) for x in lists if x is not None]
@@ -262,11 +258,10 @@ def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.
 
 class LossInputs(dict):
     """
-    Batch for TRL's loss. It lacks advantages until the correction adds them, after the forward pass
-    of the policy.
+    Batch for TRL's loss. It lacks advantages until the correction adds them, after the forward pass of the policy.
 
-    `read` collects the keys that were read since then. A loss that does not read the anchor still
-    gives the right gradient at a ratio of 1, so a check of the gradient would miss it.
+    `read` collects the keys that were read since then. A loss that does not read the anchor still gives the right
+    gradient at a ratio of 1, so a check of the gradient would miss it.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
@@ -292,14 +287,12 @@ class LossInputs(dict):
 
 class LossPass(Rescoring):
     """
-    The passes of one call of `compute_loss` on a micro-batch. Only the pass of the policy is
-    corrected. The passes of a teacher or of the reference, and passes without gradient, stay
-    unchanged.
+    The passes of one call of `compute_loss` on a micro-batch. Only the pass of the policy is corrected. The passes of
+    a teacher or of the reference, and passes without gradient, stay unchanged.
 
-    `policy` is the model that the loss trains, without wrappers, which `unwrap` removes;
-    `loss_mask`, `(B, T)`, marks the tokens of the loss. `correct` takes this pass and the
-    log-probabilities of the policy, `(B, T)` in nats with gradient, and returns the ones for TRL's
-    loss. `count` adds sums to the metrics.
+    `policy` is the model that the loss trains, without wrappers, which `unwrap` removes; `loss_mask`, `(B, T)`, marks
+    the tokens of the loss. `correct` takes this pass and the log-probabilities of the policy, `(B, T)` in nats with
+    gradient, and returns the ones for TRL's loss. `count` adds sums to the metrics.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """
 Test at the first step that the coefficients of the correction reach TRL's loss.
 
-A correction multiplies the policy gradient of each token by a coefficient. For the test, the
-coefficients `c` of a micro-batch are multiplied by a tensor of ones, `f`, with gradient. With `g =
-d loss / d logps`, the derivative `d sum_t(g_t) / d f_t` must equal `g_t`: the coefficient of a
-token scales the gradient of that token and of no other. The derivatives are taken through the loss
-alone, from `(B, T)` to `(B, T)`, never through the model, and without a collective.
+A correction multiplies the policy gradient of each token by a coefficient. For the test, the coefficients `c` of a
+micro-batch are multiplied by a tensor of ones, `f`, with gradient. With `g = d loss / d logps`, the derivative
+`d sum_t(g_t) / d f_t` must equal `g_t`: the coefficient of a token scales the gradient of that token and of no other.
+The derivatives are taken through the loss alone, from `(B, T)` to `(B, T)`, never through the model, and without a
+collective.
 
 `B` completions, `T` completion tokens.
 """
@@ -20,8 +20,8 @@ TOLERANCE = 0.05  # relative to the largest gradient; the rounding error of bflo
 
 class GradientCheck:
     """
-    Test of one micro-batch. The loss takes `logps`, and the caller multiplies the coefficients by
-    `factor`, ones with gradient; both are `(B, T)`.
+    Test of one micro-batch. The loss takes `logps`, and the caller multiplies the coefficients by `factor`, ones with
+    gradient; both are `(B, T)`.
     """
 
     def __init__(self, logps: torch.Tensor) -> None:
@@ -30,12 +30,12 @@ class GradientCheck:
 
     def passes(self, loss: torch.Tensor, *, own: bool, per_token: bool, alone: bool) -> bool:
         """
-        Raise a `RuntimeError` if the coefficients do not act on a loss, and return `False` if all
-        gradients of the micro-batch are 0, which proves nothing.
+        Raise a `RuntimeError` if the coefficients do not act on a loss, and return `False` if all gradients of the
+        micro-batch are 0, which proves nothing.
 
-        A loss of the user's `own` need only depend on the coefficients. `per_token` asks that the
-        gradient of a token follows its own coefficient, and not only its completion's; `alone` says
-        that no other term of the loss, such as a KL penalty, depends on the log-probabilities.
+        A loss of the user's `own` need only depend on the coefficients. `per_token` asks that the gradient of a token
+        follows its own coefficient, and not only its completion's; `alone` says that no other term of the loss, such
+        as a KL penalty, depends on the log-probabilities.
         """
         gradient, first = self._gradients(loss)
         if gradient is None or first is None:
@@ -65,9 +65,7 @@ class GradientCheck:
         return bool(size > 0)
 
     def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """
-        Gradients of a loss by log-probabilities and factor; `None` where it depends on neither.
-        """
+        """Gradients of a loss by log-probabilities and factor; `None` where it depends on neither."""
         if not loss.requires_grad:
             return None, None
         logps, factor = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)

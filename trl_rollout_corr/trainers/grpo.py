@@ -28,14 +28,14 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 
-    It takes all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer
-    switches TRL's own correction (`vllm_importance_sampling_correction`) off, unless
-    `rollout_correction` is `"trl"`, which is the default if one of TRL's fields of it is given.
+    It takes all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer switches TRL's own
+    correction (`vllm_importance_sampling_correction`) off, unless `rollout_correction` is `"trl"`, which is the
+    default if one of TRL's fields of it is given.
 
     Raises:
         `ValueError`: also if `loss_type` is `"vespo"`, which applies its own importance weights, if
-            `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`,
-            or if the mean of batch normalisation would be over a single sequence.
+            `rollout_loss_type="reinforce"` is combined with `importance_sampling_level="sequence"`, or if the mean of
+            batch normalisation would be over a single sequence.
     """
 
     _checks_of_trainer = CHECKS_OF_GRPO
@@ -56,13 +56,12 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
 
 class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     r"""
-    [`~trl.GRPOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and
-    the policy that trains.
+    [`~trl.GRPOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that
+    trains.
 
-    The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`]
-    as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
-    losses and gradients are `GRPOTrainer`'s with `vllm_importance_sampling_correction=False`, bit
-    for bit.
+    The trainer takes the arguments of [`~trl.GRPOTrainer`], with a [`RolloutCorrectedGRPOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are
+    `GRPOTrainer`'s with `vllm_importance_sampling_correction=False`, bit for bit.
 
     [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`] lists the differences from TRL.
 
@@ -141,9 +140,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
 
     def _asking_for_old_pass(self) -> AbstractContextManager:
         # TRL makes its old pass if `gradient_accumulation_steps` is not a multiple of
-        # `steps_per_generation * num_iterations`. With
-        # `num_iterations = gradient_accumulation_steps + 1` it never is, so the first forward pass
-        # while scoring is the old pass, and not the reference pass.
+        # `steps_per_generation * num_iterations`. With `num_iterations = gradient_accumulation_steps + 1` it never is,
+        # so the first forward pass while scoring is the old pass, and not the reference pass.
         return patch.object(self, "num_iterations", self.args.gradient_accumulation_steps + 1)
 
     def _bounding_the_ratio(self) -> AbstractContextManager:
@@ -159,12 +157,12 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _enter_loss(
         self, inputs: dict[str, Any], logps: torch.Tensor, anchor: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the
-        # token, as for all loss types. Masks, denominators, KL and entropy terms stay TRL's.
+        # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the token, as for all loss
+        # types. Masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
         if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
-            # all tokens of a completion share one gradient, so the mean coefficient acts. TRL
-            # counts clipped completions from (B, 1)
+            # all tokens of a completion share one gradient, so the mean coefficient acts. TRL counts clipped
+            # completions from (B, 1)
             mask = self._loss_mask(inputs)
             coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients

@@ -44,9 +44,9 @@ class Observer:
     """
     Adds up metrics until they are logged.
 
-    Each forward pass of a micro-batch in the loss is [`Observer.visited`]. A batch is
-    [`Observer.corrected`] once in decoupled mode, at its first visit or before it, and in bypass
-    mode at every visit, because the correction depends on the current policy.
+    Each forward pass of a micro-batch in the loss is [`Observer.visited`]. A batch is [`Observer.corrected`] once in
+    decoupled mode, at its first visit or before it, and in bypass mode at every visit, because the correction depends
+    on the current policy.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -100,9 +100,8 @@ class Observer:
 
     def read_steps(self, before: int | None = None) -> list[dict[str, float]]:
         """
-        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with
-        its `step`. The sums of a step reach the host by the end of the next step, so reading steps
-        `before` that one waits for nothing.
+        Metrics of each optimizer step that was closed and not read yet, over all ranks, each with its `step`. The sums
+        of a step reach the host by the end of the next step, so reading steps `before` that one waits for nothing.
         """
         window = self.windows["train"]
         now = [step for step in window.unread if before is None or step.step < before]
@@ -173,8 +172,7 @@ class StepSums:
         self.step, self._layouts = step, sums
         self._vectors, self._copied = torch.cat([part.vector for part in sums]), None
         if self._vectors.is_cuda:
-            # A copy to pinned memory does not stop the host. `sums` waits for it, but later, when
-            # it is usually done.
+            # A copy to pinned memory does not stop the host. `sums` waits for it, but later, when it is usually done.
             host = torch.empty_like(self._vectors, device="cpu", pin_memory=True)
             self._vectors = host.copy_(self._vectors, non_blocking=True)
             self._copied = torch.cuda.Event()

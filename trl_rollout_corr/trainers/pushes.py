@@ -1,9 +1,8 @@
 """
 Pushes of weights from a trainer to its sampler: one object replaces TRL's `sync_weights` once.
 
-It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as it is, and lets the
-checks of pushes ([`~trl_rollout_corr.tools.arrival.push_checks.PushChecks`]) see the push, unless
-`rollout_monitor` is null.
+It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as it is, and lets the checks of pushes
+([`~trl_rollout_corr.tools.arrival.push_checks.PushChecks`]) see the push, unless `rollout_monitor` is null.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,9 +39,8 @@ def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> It
 
 def needs_reload(generation: VLLMGeneration) -> bool:
     """
-    True if TRL's push of single weights fails: on a CPU, where vLLM stores other shapes than the
-    checkpoint, and with a colocated engine that quantises weights, because it would keep its old
-    scales.
+    True if TRL's push of single weights fails: on a CPU, where vLLM stores other shapes than the checkpoint, and with
+    a colocated engine that quantises weights, because it would keep its old scales.
     """
     if generation.mode != "colocate":
         return False
@@ -59,9 +57,9 @@ def forget_images(generation: VLLMGeneration) -> None:
     """
     Make a colocated vLLM compute the features of images again after a push.
 
-    vLLM keeps the features of an image for later requests. TRL clears only the prefix cache, so an
-    image would keep its features from before the new weights. vLLM's own reload clears the
-    features, but not its list of them, so the next request with the image would fail.
+    vLLM keeps the features of an image for later requests. TRL clears only the prefix cache, so an image would keep
+    its features from before the new weights. vLLM's own reload clears the features, but not its list of them, so the
+    next request with the image would fail.
     """
     if generation.mode == "colocate" and hasattr(generation.llm.llm_engine, "reset_encoder_cache"):
         generation.llm.llm_engine.reset_encoder_cache()
@@ -79,8 +77,7 @@ def refuse_packed_base(model: Any, mode: str) -> None:
 
 class Pushes:
     """
-    Pushes of any trainer. Subclasses know the address of the server, and the name of the policy
-    there.
+    Pushes of any trainer. Subclasses know the address of the server, and the name of the policy there.
 
     Attributes:
         checks (`PushChecks`, *optional*):

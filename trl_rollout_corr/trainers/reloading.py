@@ -1,6 +1,6 @@
 """
-New weights for a vLLM engine through its own reload, packed for its kernels on a CPU. It also runs
-in the process of a server, where TRL may not be installed.
+New weights for a vLLM engine through its own reload, packed for its kernels on a CPU. It also runs in the process of a
+server, where TRL may not be installed.
 """
 
 from collections import Counter
@@ -12,11 +12,11 @@ import torch
 
 def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
-    Push weights, by their names in the checkpoint, through the reload of an engine, and clear its
-    prefix cache. An engine that quantises weights computes their scales again.
+    Push weights, by their names in the checkpoint, through the reload of an engine, and clear its prefix cache. An
+    engine that quantises weights computes their scales again.
 
-    vLLM keeps the parts of a fused or padded tensor until they are complete, which may be after the
-    last weight, when a gathered shard is already released. So each weight is copied.
+    vLLM keeps the parts of a fused or padded tensor until they are complete, which may be after the last weight, when
+    a gathered shard is already released. So each weight is copied.
     """
     copies = ((name, weight.detach().clone()) for name, weight in weights)
     with torch.no_grad():
@@ -26,12 +26,12 @@ def push(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def reload(worker: Any, **weights: Any) -> None:
     """
-    Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels.
-    `weights` go to its `reload_weights`.
+    Load weights into the model of a vLLM worker, and pack all of them for its CPU kernels. `weights` go to its
+    `reload_weights`.
 
-    vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two
-    exceptions. Experts are packed at the first load only. A checkpoint stores no weights for a head
-    tied to the embedding, so the head would keep the packed weights of the first load.
+    vLLM packs weights for its CPU kernels after loading them, and again at a reload, with two exceptions. Experts are
+    packed at the first load only. A checkpoint stores no weights for a head tied to the embedding, so the head would
+    keep the packed weights of the first load.
     """
     model = worker.get_model()
     on_cpu = next(model.parameters()).device.type == "cpu"

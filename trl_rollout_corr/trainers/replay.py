@@ -1,6 +1,5 @@
 """
-The seam where a trainer makes choices of the sampler again: for `rollout_routing` and
-`rollout_support`.
+The seam where a trainer makes choices of the sampler again: for `rollout_routing` and `rollout_support`.
 
 `B` sequences of `S` tokens with padding, `T` of them of the completion.
 """

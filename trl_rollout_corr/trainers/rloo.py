@@ -43,30 +43,29 @@ class RolloutAsOld(OldPass):
     def __call__(self, forward: Callable, *args: Any, **kwargs: Any) -> tuple:
         outputs = super().__call__(forward, *args, **kwargs)
         if self.calls == 2:
-            # Reference pass. The KL penalty in the reward is the sum of `logps - reference`: equal
-            # values make it 0 for a token without a finite log-probability
+            # Reference pass. The KL penalty in the reward is the sum of `logps - reference`: equal values make it 0
+            # for a token without a finite log-probability
             self.logps.copy_(torch.where(self.logps.isfinite(), self.logps, outputs[0]))
         return outputs
 
 
 class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
     r"""
-    [`~trl.RLOOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and
-    the policy that trains.
+    [`~trl.RLOOTrainer`] that corrects for the mismatch between the policy that samples (vLLM) and the policy that
+    trains.
 
-    The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`]
-    as `args`. With `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass,
-    losses and gradients are `RLOOTrainer`'s, bit for bit.
+    The trainer takes the arguments of [`~trl.RLOOTrainer`], with a [`RolloutCorrectedRLOOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are
+    `RLOOTrainer`'s, bit for bit.
 
     [`~trl_rollout_corr.trainers.mixin.RolloutCorrectionMixin`] lists the differences from TRL.
 
-    RLOO uses one ratio per completion. Weights and rejection therefore act on the gradient of each
-    token. They do not change the value of the clipped ratio, and the logged loss does not show
-    them.
+    RLOO uses one ratio per completion. Weights and rejection therefore act on the gradient of each token. They do not
+    change the value of the clipped ratio, and the logged loss does not show them.
 
-    With `beta > 0`, RLOO subtracts the KL divergence to the reference from the reward, before it
-    computes the baseline. In decoupled mode this is the divergence of the old policy, which needs
-    TRL's old pass. In bypass mode it is the divergence of the sampler, as in verl.
+    With `beta > 0`, RLOO subtracts the KL divergence to the reference from the reward, before it computes the
+    baseline. In decoupled mode this is the divergence of the old policy, which needs TRL's old pass. In bypass mode it
+    is the divergence of the sampler, as in verl.
 
     Example:
 
@@ -113,8 +112,7 @@ class RolloutCorrectedRLOOTrainer(RolloutCorrectionMixin, RLOOTrainer):
 
     def _anchor_in_bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         current, (anchor, coefficients) = corrected.train_logps, super()._anchor_in_bypass(corrected)
-        # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a
-        # token
+        # log ratio of a completion = sum over its tokens, so it saturates before the ratio of a token
         log_ratio = (current - anchor).sum(1, keepdim=True)
         saturated = log_ratio.abs() > LOG_RATIO_BOUND
         if self._settings.clips_around_sampler and self._settings.rollout_clip_ratio_c is not None:

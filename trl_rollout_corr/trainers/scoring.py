@@ -27,8 +27,7 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
             mask = batch["completion_mask"][i].bool()
             completion = batch["completion_ids"][i][mask]
-            # every rank makes as many forward passes, also for a completion that TRL masks as a
-            # whole
+            # every rank makes as many forward passes, also for a completion that TRL masks as a whole
             ids = torch.cat([prompt, completion if len(completion) else batch["completion_ids"][i][:1]])[None]
             n = max(len(completion), 1)
             scored = forward(i, ids, torch.ones_like(ids), n)[0][0].float()
@@ -38,11 +37,12 @@ def score_alone(forward: Callable[..., tuple], batch: dict[str, Any], most: int 
 
 def score_text(model: Any, accelerator: Any, args: Any, ids: torch.Tensor, n: int, **inputs: Any) -> torch.Tensor:
     """
-    Log-probabilities, `(n,)`, of the last `n` tokens of `ids`, `(1, S)`, at temperature 1, whatever that of the trainer.
+    Log-probabilities, `(n,)`, of the last `n` tokens of `ids`, `(1, S)`, at temperature 1, whatever that of the
+    trainer.
 
-    It takes no more memory than TRL's own forward pass. From 1.16 on, TRL computes log-probabilities in tiles, with the
-    temperature in the forward method of the model, so the method is replaced for the time of the pass. `model` may have
-    wrappers, `args` are those of the trainer, and `inputs` further ones of the model.
+    It takes no more memory than TRL's own forward pass. From 1.16 on, TRL computes log-probabilities in tiles, with
+    the temperature in the forward method of the model, so the method is replaced for the time of the pass. `model` may
+    have wrappers, `args` are those of the trainer, and `inputs` further ones of the model.
     """
     bare = accelerator.unwrap_model(model)
     base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare

@@ -1,10 +1,8 @@
 """
-Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the
-correction alone.
+Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the correction alone.
 
-Each check is a function of a configuration, for TRL's fields, and of its `Settings`, which were
-resolved once. It raises a `ValueError` about settings that exclude each other, or warns about
-settings that are probably a mistake.
+Each check is a function of a configuration, for TRL's fields, and of its `Settings`, which were resolved once. It
+raises a `ValueError` about settings that exclude each other, or warns about settings that are probably a mistake.
 """
 
 import dataclasses
@@ -32,8 +30,7 @@ class ReadByTrainer:
     _is_read = False  # True once a trainer of this package read the settings
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:
-        # This is the method of a configuration that Transformers calls when training begins, and
-        # only then
+        # This is the method of a configuration that Transformers calls when training begins, and only then
         if not self._is_read:
             warn(
                 "The settings of rollout correction have no effect, because no trainer of this package has read them: a "
@@ -87,7 +84,9 @@ def check_reinforce(config: Any, settings: Settings) -> None:
 
 
 def warn_about_sequence_level(config: Any, settings: Settings) -> None:
-    """Warn about weights and rejection of tokens and turns that were asked for in a loss with ratios per completion."""
+    """
+    Warn about weights and rejection of tokens and turns that were asked for in a loss with ratios per completion.
+    """
     asked = config.given & {"rollout_is", "rollout_rs", "rollout_correction"} and settings.rollout_correction != "auto"
     if not asked or not settings.changes_loss or config.importance_sampling_level != "sequence":
         return

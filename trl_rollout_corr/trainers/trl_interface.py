@@ -1,10 +1,10 @@
 """
 Methods of TRL that this package overrides or calls, checked before training.
 
-Most of them are private in TRL or change without notice. If one is gone, training could go on
-without correction, so the trainers refuse to start, and name the change. Additional parameters at
-the end do no harm. [`~trl_rollout_corr.trainers.gradient_check.GradientCheck`] finds changes inside
-a method at the first step. `tests/test_contract.py` lists attributes and keys.
+Most of them are private in TRL or change without notice. If one is gone, training could go on without correction, so
+the trainers refuse to start, and name the change. Additional parameters at the end do no harm.
+[`~trl_rollout_corr.trainers.gradient_check.GradientCheck`] finds changes inside a method at the first step.
+`tests/test_contract.py` lists attributes and keys.
 """
 
 import inspect
@@ -66,8 +66,8 @@ def _change_of_method(owner: type, name: str, expected: list[str]) -> str | None
 
 def refusal(trainers: Iterable[type], methods: dict[str, list[str]] | None = None) -> str | None:
     """
-    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. `methods`
-    lists the methods of a trainer outside `METHODS`.
+    Reason why some trainers of the installed TRL cannot be corrected; `None` if all can. `methods` lists the methods
+    of a trainer outside `METHODS`.
     """
     installed = version("trl")
     outside = outside_window(release(), installed)

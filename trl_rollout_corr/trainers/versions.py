@@ -1,6 +1,6 @@
 """
-Supported releases of TRL, the differences between them, and TRL's own correction, which changes
-from release to release.
+Supported releases of TRL, the differences between them, and TRL's own correction, which changes from release to
+release.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from ..settings.effects import OF_TRL, SWITCH
 from ..settings.resolve import Settings
 
 
-# Tested minor releases of TRL, each with the newest vLLM for CPUs that TRL allows. The Makefile and
-# the tests of documents and of CI read this table.
+# Tested minor releases of TRL, each with the newest vLLM for CPUs that TRL allows. The Makefile and the tests of
+# documents and of CI read this table.
 TESTED_VLLM = {
     "1.11": "0.27.1",
     "1.12": "0.27.1",
@@ -61,8 +61,8 @@ def is_untested(trl: Version) -> bool:
 @contextmanager
 def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
     """
-    Switch TRL's own correction off while a trainer of TRL reads its configuration, unless
-    `rollout_correction` is `"trl"`. The configuration warned about its fields if the user set them.
+    Switch TRL's own correction off while a trainer of TRL reads its configuration, unless `rollout_correction` is
+    `"trl"`. The configuration warned about its fields if the user set them.
     """
     if settings.by_trl:
         yield

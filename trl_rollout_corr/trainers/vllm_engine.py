@@ -1,8 +1,7 @@
 """
 vLLM as the sampler: the log-probability of each sampled token.
 
-[`watch_sampler`] changes one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL
-built it.
+[`watch_sampler`] changes one [`~trl.generation.vllm_generation.VLLMGeneration`] object after TRL built it.
 """
 
 from collections.abc import Callable
@@ -51,8 +50,8 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
     """
     Warn about a prompt with an image that vLLM and the trainer read as different tokens.
 
-    vLLM replaces one token by the tokens of an image. TRL until 1.16 passes prompts that already
-    contain them, so that vLLM reads them twice: https://github.com/huggingface/trl/issues/6294
+    vLLM replaces one token by the tokens of an image. TRL until 1.16 passes prompts that already contain them, so that
+    vLLM reads them twice: https://github.com/huggingface/trl/issues/6294
     """
     warn(
         f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: the model trains on "
@@ -69,8 +68,8 @@ def watch_sampler(
     kept_tokens: Any,
 ) -> None:
     """
-    Call `keep` with the log-probabilities of each generation and the prompts that vLLM read, by
-    completion. With `kept_tokens`, vLLM returns candidates that contain the log-probabilities.
+    Call `keep` with the log-probabilities of each generation and the prompts that vLLM read, by completion. With
+    `kept_tokens`, vLLM returns candidates that contain the log-probabilities.
     """
     if kept_tokens is None:
         generation.logprobs = 0  # only of the sampled token

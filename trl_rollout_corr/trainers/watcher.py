@@ -30,8 +30,8 @@ class Watcher(TrainerCallback):
 
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
         """
-        See training begin, perhaps from a checkpoint (a path, or True for the latest). `everywhere`
-        is True if a watcher on every rank reads the sums of steps, which are gathered.
+        See training begin, perhaps from a checkpoint (a path, or True for the latest). `everywhere` is True if a
+        watcher on every rank reads the sums of steps, which are gathered.
         """
 
     def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
