@@ -196,7 +196,9 @@ def decisions(_: str) -> str:
     rows = [(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise", row) for row in ROWS]
     rows.append(("otherwise, to keep TRL's loss", KEEPS_TRL))
     answers = [", ".join(f"`{line}`" for line in yaml_lines(row.set).splitlines()) for _, row in rows]
-    lines = [[when, answer or "leave the settings as they are"] for (when, _), answer in zip(rows, answers, strict=True)]
+    lines = [
+        [when, answer or "leave the settings as they are"] for (when, _), answer in zip(rows, answers, strict=True)
+    ]
     return grid(["situation", "answer"], lines)
 
 

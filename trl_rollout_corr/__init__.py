@@ -1,4 +1,6 @@
-"""Rollout correction for TRL: importance weights, rejection and bypass for samplers that are not the trained policy."""
+"""
+Rollout correction for TRL: importance weights, rejection and bypass for samplers that are not the trained policy.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,9 @@
 """
 Command line.
 
-    trl-rollout-corr convert old.yaml
-    trl-rollout-corr report outputs/run -o report.html
-    trl-rollout-corr compare outputs/run/dump
-    trl-rollout-corr diagnose outputs/run/dump
-    trl-rollout-corr probe Qwen/Qwen3-0.6B --config recipe.yaml
-    trl-rollout-corr recipes
-    trl-rollout-corr docs debugging
-    trl-rollout-corr check run.yaml
+    trl-rollout-corr convert old.yaml trl-rollout-corr report outputs/run -o report.html trl-rollout-corr compare
+    outputs/run/dump trl-rollout-corr diagnose outputs/run/dump trl-rollout-corr probe Qwen/Qwen3-0.6B --config
+    recipe.yaml trl-rollout-corr recipes trl-rollout-corr docs debugging trl-rollout-corr check run.yaml
 """
 
 import argparse
@@ -24,8 +19,8 @@ from .tools.formats import visible
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 2 for unusable input, 1 if `check` finds a
-    mistake or `diagnose` or `probe` finds a cause.
+    Run the command line and return the exit code: 2 for unusable input, 1 if `check` finds a mistake or `diagnose` or
+    `probe` finds a cause.
     """
     parser = make_parser()
     args, options = parser.parse_known_args(arguments)
@@ -232,8 +227,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.set_defaults(run=_probe, subject="model")
 
 
-# Each command imports its work when it runs, because `convert` needs no torch and `--help` should
-# not wait for it.
+# Each command imports its work when it runs, because `convert` needs no torch and `--help` should not wait for it.
 
 
 def _convert(args: argparse.Namespace) -> str:

@@ -1,8 +1,8 @@
 """
 The door between the core, which decides the loss and its metrics, and the tools, which observe, explain and translate.
 
-A tool is imported when a setting asks for it, and only here: one function for each. No other module of the core, and no
-trainer, names one.
+A tool is imported when a setting asks for it, and only here: one function for each. No other module of the core, and
+no trainer, names one.
 """
 
 from collections.abc import Callable, Mapping

@@ -14,8 +14,7 @@ __version__ = "0.1.0"
 # First part of every metric key
 PREFIX = "rollout_corr/"
 
-# Messages during a run. Unless the user adds a handler, Python writes them unchanged to standard
-# error.
+# Messages during a run. Unless the user adds a handler, Python writes them unchanged to standard error.
 logger = logging.getLogger("trl_rollout_corr")
 
 
@@ -25,9 +24,9 @@ class SelfContainedError(ValueError):
 
 class SettingError(ValueError):
     """
-    An error about the value of one setting. With `allowed`, such as "above 1", the message begins
-    "`field` must be above 1, got 0.5", otherwise "`field` is 0.5". `part` says which part of the
-    setting the value is for, such as "for `token_k1`".
+    An error about the value of one setting. With `allowed`, such as "above 1", the message begins "`field` must be
+    above 1, got 0.5", otherwise "`field` is 0.5". `part` says which part of the setting the value is for, such as "for
+    `token_k1`".
     """
 
     def __init__(
@@ -92,11 +91,10 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 def plain(value: Any) -> Any:
     """
-    A value in types of JSON, whatever its type, because no setting and no logged value may end a
-    run.
+    A value in types of JSON, whatever its type, because no setting and no logged value may end a run.
 
-    Numbers of numpy and torch become Python's, a `torch.dtype` becomes its name in configurations
-    (`"float16"`), and everything else its text.
+    Numbers of numpy and torch become Python's, a `torch.dtype` becomes its name in configurations (`"float16"`), and
+    everything else its text.
     """
     if isinstance(value, Enum):
         value = value.value

@@ -1,8 +1,7 @@
 """
 Packed rows of TRL's asynchronous trainer: from flat loss terms to completions, and back.
 
-`M` loss terms of a row, `B` completions, `T` tokens from the first of the loss to the last of a
-completion.
+`M` loss terms of a row, `B` completions, `T` tokens from the first of the loss to the last of a completion.
 """
 
 import torch
@@ -12,8 +11,8 @@ class Terms:
     """
     Map between the loss terms of a row and the tokens of its completions.
 
-    `index`, `(B, T)`, gives the number of the loss term of each token, or -1 for tokens without one
-    and after the end of a completion.
+    `index`, `(B, T)`, gives the number of the loss term of each token, or -1 for tokens without one and after the end
+    of a completion.
     """
 
     def __init__(self, index: torch.Tensor) -> None:
@@ -21,10 +20,7 @@ class Terms:
         self._index = index.long()
 
     def spread(self, terms: torch.Tensor) -> torch.Tensor:
-        """
-        Loss terms, `(M,)`, as completions, `(B, T)`. Values of tokens without a loss term are
-        arbitrary.
-        """
+        """Loss terms, `(M,)`, as completions, `(B, T)`. Values of tokens without a loss term are arbitrary."""
         return terms[self._index.clamp(min=0)]
 
     def collect(self, tokens: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
@@ -37,8 +33,8 @@ class Terms:
 
 def with_a_term(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
-    TRL's batch with a loss term in a row that has none, because TRL 1.16 raises an error there. Its
-    advantage is 0, so it adds nothing to loss and gradient, and its ratio becomes 1.
+    TRL's batch with a loss term in a row that has none, because TRL 1.16 raises an error there. Its advantage is 0, so
+    it adds nothing to loss and gradient, and its ratio becomes 1.
     """
     if len(inputs["old_log_probs"][inputs["token_index"] >= 0]):
         return inputs

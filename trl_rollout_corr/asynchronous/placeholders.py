@@ -1,9 +1,9 @@
 """
 Placeholders in TRL's asynchronous loss, for two tensors of the batch and for the model.
 
-The loss takes its terms from the batch before it runs the model, and the correction knows their
-values only afterwards. So a [`Placeholder`] stands for each tensor, and [`CorrectedPolicy`] stands
-for the model, whose output fills the placeholders.
+The loss takes its terms from the batch before it runs the model, and the correction knows their values only
+afterwards. So a [`Placeholder`] stands for each tensor, and [`CorrectedPolicy`] stands for the model, whose output
+fills the placeholders.
 
 `M` loss terms of a row.
 """
@@ -17,8 +17,8 @@ class Placeholder:
     """
     Stands for a tensor of a batch whose values are known only after the forward pass.
 
-    TRL takes its loss terms (`tensor[selected]`) before the forward pass, and uses them afterwards.
-    They hold NaN until then, so that an earlier use shows in the loss.
+    TRL takes its loss terms (`tensor[selected]`) before the forward pass, and uses them afterwards. They hold NaN
+    until then, so that an earlier use shows in the loss.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -32,10 +32,7 @@ class Placeholder:
         return terms
 
     def fill(self, selected: torch.Tensor, terms: torch.Tensor) -> None:
-        """
-        Set the loss terms, `(M,)`, at a mask or indices of the tensor, also where they were taken
-        before.
-        """
+        """Set the loss terms, `(M,)`, at a mask or indices of the tensor, also where they were taken before."""
         self._tensor = self._tensor.clone()
         self._tensor[selected] = terms.to(self._tensor.dtype)
         self._filled = True

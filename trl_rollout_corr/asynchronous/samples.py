@@ -1,16 +1,16 @@
 """
-Age, reward and layout of samples on their way from the queue of the rollout worker to the
-micro-batch, on the main process.
+Age, reward and layout of samples on their way from the queue of the rollout worker to the micro-batch, on the main
+process.
 
-TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends
-row `i` to rank `i`. It drops the version of the weights and the rewards. Three wrappers keep them:
+TRL takes a sample from the queue, drops it if it is stale, packs the others into rows, and sends row `i` to rank `i`.
+It drops the version of the weights and the rewards. Three wrappers keep them:
 
 - [`WatchedQueue`], around the queue, remembers the last sample and the samples that TRL drops;
 - [`AnnotatedSamples`], around the data set, adds the reward and the optimizer step to each sample;
 - [`LayoutCollator`], around the collator, adds the keys below to the batch.
 
-`R` rows, one per rank; `B` completions of a row, `T` tokens from the first of the loss to the last
-of a completion; both of the largest row.
+`R` rows, one per rank; `B` completions of a row, `T` tokens from the first of the loss to the last of a completion;
+both of the largest row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +32,7 @@ TEXT_PREFIX = "rollout_corr_"
 
 
 class WatchedQueue:
-    """
-    Queue of the rollout worker that remembers the last sample, and the samples that TRL dropped.
-    """
+    """Queue of the rollout worker that remembers the last sample, and the samples that TRL dropped."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -91,8 +89,8 @@ def checked(sample: RolloutSample) -> RolloutSample:
 
 class AnnotatedSamples(torch.utils.data.IterableDataset):
     """
-    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` maps
-    each version of the weights to its optimizer step.
+    TRL's data set over the queue, with reward and optimizer step of each sample. `step_of` maps each version of the
+    weights to its optimizer step.
     """
 
     def __init__(
@@ -110,8 +108,8 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
 
 class LayoutCollator:
     """
-    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to
-    TRL's batch; `with_text` also prompts and completions, for a dump or a diagnosis.
+    Collator that adds the layout of loss terms in completions, advantages, rewards and steps to TRL's batch;
+    `with_text` also prompts and completions, for a dump or a diagnosis.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], with_text: bool, pad_token_id: int) -> None:
@@ -153,8 +151,7 @@ class LayoutCollator:
 
 def _start(sample: Mapping[str, Any]) -> int:
     """
-    Index of the first token of the loss, where the completion begins. Nothing predicts the first
-    token of a sample.
+    Index of the first token of the loss, where the completion begins. Nothing predicts the first token of a sample.
     """
     trained = np.flatnonzero(np.asarray(sample["completion_mask"])[1:])
     return int(trained[0]) + 1 if len(trained) else len(sample["input_ids"])

@@ -10,8 +10,8 @@ def drain_at_stop(worker: Any) -> None:
     """
     Empty the queues of TRL's rollout worker while it stops.
 
-    A process ends only after its queues' pipes are empty. Nobody takes samples after the last step,
-    so TRL would wait for 15 seconds, warn, and kill the process of the worker.
+    A process ends only after its queues' pipes are empty. Nobody takes samples after the last step, so TRL would wait
+    for 15 seconds, warn, and kill the process of the worker.
     """
     stop = worker.stop
     queues = [getattr(worker, name) for name in ("rollout_buffer", "metrics_queue") if hasattr(worker, name)]

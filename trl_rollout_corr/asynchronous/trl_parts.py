@@ -1,6 +1,4 @@
-"""
-Parts of TRL's asynchronous trainer. Its module knows all their names, wherever they are defined.
-"""
+"""Parts of TRL's asynchronous trainer. Its module knows all their names, wherever they are defined."""
 
 import sys
 import warnings
@@ -14,8 +12,7 @@ from ..trainers.versions import TESTED
 
 _PLACES = ("trl", "trl.experimental.async_grpo")  # places of the class, the newest first
 _PARTS = ("AsyncGRPOConfig", "AsyncRolloutWorker", "RolloutSample", "TreeRow")
-# Methods of the trainer in use, with their parameters; `trl_interface.py` lists the methods of the
-# other trainers
+# Methods of the trainer in use, with their parameters; `trl_interface.py` lists the methods of the other trainers
 METHODS = {
     "compute_loss": SHARED["compute_loss"],
     "get_train_dataloader": ["self"],
@@ -38,10 +35,7 @@ def _module(name: str) -> Any:
 
 
 def find_parts() -> dict[str, Any]:
-    """
-    The asynchronous trainer of the installed TRL and its parts, by name. An `ImportError` if one is
-    missing.
-    """
+    """The asynchronous trainer of the installed TRL and its parts, by name. An `ImportError` if one is missing."""
     owners = [getattr(_module(place), "AsyncGRPOTrainer", None) for place in _PLACES]
     trainer = next((owner for owner in owners if owner is not None), None)
     if trainer is None:

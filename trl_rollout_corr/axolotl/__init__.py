@@ -1,11 +1,10 @@
 """
-Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs processes#axolotl`
-shows how to use it.
+Rollout correction as a plugin of Axolotl, for `rl: grpo`. `trl-rollout-corr docs processes#axolotl` shows how to use
+it.
 
 In Axolotl's YAML:
 
-    plugins: [trl_rollout_corr.axolotl.RolloutCorrectionPlugin]
-    rollout_correction: auto
+    plugins: [trl_rollout_corr.axolotl.RolloutCorrectionPlugin] rollout_correction: auto
 
 This module needs Axolotl to be installed. The rest of the package does not import it.
 """

@@ -1,9 +1,7 @@
 """
-The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer
-replaces Axolotl's.
+The plugin: settings in Axolotl's YAML become fields of the configuration, and a corrected trainer replaces Axolotl's.
 
-Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a stand-in of its
-interface.
+Written for Axolotl 0.21, whose `axolotl train` ran with it. The tests use a stand-in of its interface.
 """
 
 from dataclasses import fields
@@ -19,24 +17,21 @@ from ..settings.config import RolloutCorrectionConfig
 FIELDS = [field.name for field in fields(RolloutCorrectionConfig)]
 KEYS: dict[str, Any] = dict.fromkeys(FIELDS, (Any, None))
 RolloutCorrectionArgs: type[BaseModel] = create_model("RolloutCorrectionArgs", **KEYS)
-# A name, because the import must come later: importing Axolotl's trainers joins the fields of its
-# plugins
+# A name, because the import must come later: importing Axolotl's trainers joins the fields of its plugins
 TRAINER = "trl_rollout_corr.axolotl.trainer.RolloutCorrectedAxolotlTrainer"
 
 
 class RolloutCorrectionPlugin(BasePlugin):
     """
-    Rollout correction for `rl: grpo`. Axolotl builds the plugin from its name under `plugins`, and
-    calls the methods.
+    Rollout correction for `rl: grpo`. Axolotl builds the plugin from its name under `plugins`, and calls the methods.
 
-    It makes every `rollout_*` field of [`RolloutCorrectionConfig`] a key of Axolotl's YAML. Axolotl
-    drops keys whose value is null: write `none` instead.
+    It makes every `rollout_*` field of [`RolloutCorrectionConfig`] a key of Axolotl's YAML. Axolotl drops keys whose
+    value is null: write `none` instead.
     """
 
     def register(self, cfg: dict) -> None:
         """
-        Refuse settings of Axolotl that cannot be corrected, and name the corrected trainer unless
-        the YAML names one.
+        Refuse settings of Axolotl that cannot be corrected, and name the corrected trainer unless the YAML names one.
         """
         of_trl = cfg.get("trl") or {}
         if cfg.get("rl") != "grpo":
@@ -58,8 +53,8 @@ class RolloutCorrectionPlugin(BasePlugin):
                 )
         if not of_trl.get("use_vllm"):
             raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it to true.")
-        # Axolotl passes model and reward functions only to a trainer named in the YAML, not to a
-        # class that a plugin returns
+        # Axolotl passes model and reward functions only to a trainer named in the YAML, not to a class that a plugin
+        # returns
         cfg["trainer_cls"] = cfg.get("trainer_cls") or TRAINER
 
     def get_input_args(self) -> str:
@@ -68,8 +63,7 @@ class RolloutCorrectionPlugin(BasePlugin):
 
     def get_training_args_mixin(self) -> str:
         """
-        Name of the class that Axolotl adds to the bases of its training arguments: the fields, with
-        their checks.
+        Name of the class that Axolotl adds to the bases of its training arguments: the fields, with their checks.
         """
         return "trl_rollout_corr.RolloutCorrectedGRPOConfig"
 

@@ -1,6 +1,5 @@
 """
-Axolotl's GRPO trainer with rollout correction. The plugin names it, and Axolotl imports it after
-its own trainers.
+Axolotl's GRPO trainer with rollout correction. The plugin names it, and Axolotl imports it after its own trainers.
 """
 
 import math
@@ -20,8 +19,8 @@ def with_missing(extract: Callable) -> Callable:
     """
     `extract_logprobs` that returns `None` where vLLM's log-probability is NaN, as TRL's does.
 
-    Axolotl's returns 0.0 there, which is a probability of 1: such a token would count as one that
-    vLLM was certain of, and no metric would show that its log-probability is missing.
+    Axolotl's returns 0.0 there, which is a probability of 1: such a token would count as one that vLLM was certain of,
+    and no metric would show that its log-probability is missing.
     """
 
     def extracted(requests: Any) -> tuple:
@@ -51,11 +50,9 @@ def keeping_missing() -> Iterator[None]:
 
 class RolloutCorrectedAxolotlTrainer(RolloutCorrectedGRPOTrainer, AxolotlGRPOTrainer):
     """
-    Axolotl's trainer for `rl: grpo`, with rollout correction. Axolotl builds it, with its own
-    arguments.
+    Axolotl's trainer for `rl: grpo`, with rollout correction. Axolotl builds it, with its own arguments.
 
-    Rollout correction comes before Axolotl's trainer among the bases, so that `super()` reaches
-    Axolotl's methods.
+    Rollout correction comes before Axolotl's trainer among the bases, so that `super()` reaches Axolotl's methods.
     """
 
     _tag_names = [*AxolotlGRPOTrainer._tag_names, *TAGS]

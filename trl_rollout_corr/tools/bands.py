@@ -1,11 +1,11 @@
 """Healthy bands of metrics, for charts and documents."""
 
-# Root mean square of the log-ratio, in nats, below which a correction per token changes nothing
-# (`benchmarks/exact`). Rounding to bfloat16 causes more in most models.
+# Root mean square of the log-ratio, in nats, below which a correction per token changes nothing (`benchmarks/exact`).
+# Rounding to bfloat16 causes more in most models.
 NEGLIGIBLE = 0.004
 
-# Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound. With fresh
-# weights, runs with a lasting `k3_kl` of 0.009 collapsed, and rounding to bfloat16 gave 0.002.
+# Healthy band by metric without its prefix: `(lower, upper)`, with `None` for no bound. With fresh weights, runs with
+# a lasting `k3_kl` of 0.009 collapsed, and rounding to bfloat16 gave 0.002.
 HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "k3_kl": (None, 0.005),
     "kl_advantage_positive": (None, 0.02),

@@ -103,8 +103,8 @@ def _untested() -> str:
 
 def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) -> tuple[str, bool]:
     """
-    Report on a YAML file, read as a training script with TRL's parser would read it, and `True` if
-    it is free of mistakes. The default `trainer` is the one that knows most keys of the file.
+    Report on a YAML file, read as a training script with TRL's parser would read it, and `True` if it is free of
+    mistakes. The default `trainer` is the one that knows most keys of the file.
     """
     settings, mistakes = _read(path)
     with _importing(f"read {visible(path)} as the trainer would"):
@@ -226,8 +226,8 @@ def _warned_about_sampler(config: Any, trainer: str, *, given: bool) -> list[str
 
 def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[str], list[str]]:
     """
-    A configuration, or `None`, its errors and its warnings. After an error the configuration is
-    built again without the setting that the error is about, so that the next error is found.
+    A configuration, or `None`, its errors and its warnings. After an error the configuration is built again without
+    the setting that the error is about, so that the next error is found.
     """
     import torch
 
@@ -255,8 +255,7 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
             about = next((word for word in words if word in given and word not in here), None)
             if about is None:
                 return None, errors, []
-            # Also fields that mean nothing without it, such as `rollout_rs_threshold` without
-            # `rollout_rs`
+            # Also fields that mean nothing without it, such as `rollout_rs_threshold` without `rollout_rs`
             parts = {name for name in given if name == about or name.startswith(f"{about}_")}
             gone |= parts
             given = {name: value for name, value in given.items() if name not in parts}

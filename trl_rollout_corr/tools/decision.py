@@ -117,9 +117,7 @@ def decide(
     is_harmed: bool = False,
     hides_mistake: bool = False,
 ) -> Decision:
-    """
-    The correction to set in a run with these settings (`None` if unknown) and `fields` of TRL, by name.
-    """
+    """The correction to set in a run with these settings (`None` if unknown) and `fields` of TRL, by name."""
     excludes = fields.get("loss_type") == "vespo"
     uses = run is not None and run.corrects and has_preset(run, AUTO)
     row = row_of(Situation(gap, is_harmed, hides_mistake, uses, excludes))

@@ -11,8 +11,7 @@ from .recipes import source
 
 
 _PRINTED = 5  # up to this many sections with a word are printed, more are listed
-# Words that a reader types, below the heading of a section with other words:
-# `<!-- keywords: wandb, dashboard -->`
+# Words that a reader types, below the heading of a section with other words: `<!-- keywords: wandb, dashboard -->`
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
 # A number, such as `0.03` or `>3e-2`, or a sign of comparison alone
@@ -20,10 +19,7 @@ _NUMBER = re.compile(r"[<>=~+-]+|[<>=~+-]*(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d+)?%?")
 
 
 def folder() -> Path:
-    """
-    Folder of the documents: inside the package if it is installed from a wheel, else in the
-    checkout.
-    """
+    """Folder of the documents: inside the package if it is installed from a wheel, else in the checkout."""
     return source() / "docs"
 
 
@@ -34,8 +30,8 @@ def pages() -> dict[str, Path]:
 
 def document(name: str | None = None) -> str:
     """
-    Text of a page, of a section (`page#section`), or of sections that contain another word; by
-    default a list of all pages.
+    Text of a page, of a section (`page#section`), or of sections that contain another word; by default a list of all
+    pages.
     """
     paths = pages()
     if name is None:
@@ -67,8 +63,8 @@ def _without_comments(text: str) -> str:
 
 def _containing(word: str, paths: dict[str, Path]) -> str:
     """
-    The sections in which a word has its beginning, or if there is none, in which a word contains it
-    ("ess" is in "staleness").
+    The sections in which a word has its beginning, or if there is none, in which a word contains it ("ess" is in
+    "staleness").
     """
     within = re.escape(word)
     return _matching(rf"(?<!\w){within}", paths) or _matching(within, paths)
@@ -76,8 +72,8 @@ def _containing(word: str, paths: dict[str, Path]) -> str:
 
 def _matching(pattern: str, paths: dict[str, Path]) -> str:
     """
-    The sections with a pattern in their heading or keywords, or all sections with it if they are
-    few, and the first line of each other one.
+    The sections with a pattern in their heading or keywords, or all sections with it if they are few, and the first
+    line of each other one.
     """
     contains = re.compile(pattern, re.IGNORECASE).search
     found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and its lines with the word

@@ -1,7 +1,4 @@
-"""
-Checks of vLLM's engine arguments and sampling options: which the installed vLLM knows, and which
-are doubtful.
-"""
+"""Checks of vLLM's engine arguments and sampling options: which the installed vLLM knows, and which are doubtful."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -155,10 +152,7 @@ def _version() -> str:
 
 
 def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
-    """
-    Warn about arguments that may change what a log-probability means, and about arguments that vLLM
-    ignores.
-    """
+    """Warn about arguments that may change what a log-probability means, and about arguments that vLLM ignores."""
     field = "rollout_engine_kwargs"
     for name, doubt in DOUBTFUL.items():
         if kwargs.get(name):
@@ -187,10 +181,7 @@ def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *, truncates: bool) -> None:
-    """
-    Refuse replays, arguments and options that the sampler does not take, and warn about doubtful
-    ones.
-    """
+    """Refuse replays, arguments and options that the sampler does not take, and warn about doubtful ones."""
     check_generation_kwargs(config)
     check_sampling(config.generation_kwargs or {}, colocated=config.vllm_mode == "colocate")
     check_reserved(kwargs)
@@ -202,9 +193,7 @@ def check_sampler(config: Any, settings: Settings, kwargs: Mapping[str, Any], *,
 
 
 def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
-    """
-    Refuse sampling options that vLLM lacks, and warn about one seed. A server may run another vLLM.
-    """
+    """Refuse sampling options that vLLM lacks, and warn about one seed. A server may run another vLLM."""
     seed = kwargs.get("seed")
     if colocated and seed is not None:
         warn(
@@ -224,10 +213,7 @@ def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
 
 
 def check_generation_kwargs(config: Any) -> None:
-    """
-    Refuse arguments that make vLLM return log-probabilities of another distribution than it samples
-    from.
-    """
+    """Refuse arguments that make vLLM return log-probabilities of another distribution than it samples from."""
     if not config.use_vllm:
         return
     overrides = config.generation_kwargs or {}
@@ -264,10 +250,7 @@ def check_routing(config: Any, settings: Settings) -> None:
 
 
 def check_support(config: Any, settings: Settings, *, truncates: bool) -> None:
-    """
-    Refuse `rollout_support` where the sampler returns no kept tokens or was never tested; warn if
-    it cuts none.
-    """
+    """Refuse `rollout_support` where the sampler returns no kept tokens or was never tested; warn if it cuts none."""
     if settings.rollout_support is None or not config.use_vllm:
         return
     reason = None

@@ -10,8 +10,8 @@ from typing import IO
 import yaml
 
 
-# Marks of direction reorder the text around them, control characters may not be in a page, and no
-# file can contain halves of characters
+# Marks of direction reorder the text around them, control characters may not be in a page, and no file can contain
+# halves of characters
 _UNSEEN = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -21,9 +21,7 @@ def visible(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """
-    A number in a sentence, with a few digits, and a power of ten only to spare counting zeros.
-    """
+    """A number in a sentence, with a few digits, and a power of ten only to spare counting zeros."""
     if value is None:
         return ""
     if math.isnan(value):

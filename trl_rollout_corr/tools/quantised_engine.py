@@ -1,6 +1,6 @@
 """
-An engine of vLLM that quantises weights while it loads them, and again at each push:
-`rollout_engine_kwargs` with `quantization`.
+An engine of vLLM that quantises weights while it loads them, and again at each push: `rollout_engine_kwargs` with
+`quantization`.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,7 @@ KEPT = ["*.gate", "*.router", "*.router.*", "*.shared_expert_gate", "visual.*", 
 
 
 def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
-    """
-    Build an engine that quantises weights while it loads them, and print which layers it quantises.
-    """
+    """Build an engine that quantises weights while it loads them, and print which layers it quantises."""
     scheme = kwargs["quantization"]
     check_scheme(scheme, of_trl)
     parts: dict[str, Any] = dict(kwargs.get("quantization_config") or {})
@@ -95,8 +93,7 @@ def computes(scheme: str) -> bool:
     config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=None)  # all that a layer asks for
     try:
         with set_current_vllm_config(config), torch.device(current_platform.device_type), torch.no_grad():
-            # `mxfp4` and `mxfp8` also name formats of a checkpoint, so all schemes are given as
-            # parts
+            # `mxfp4` and `mxfp8` also name formats of a checkpoint, so all schemes are given as parts
             parts = {"linear": {"fp8": "fp8_per_tensor"}.get(scheme, scheme)}
             online = OnlineQuantizationConfig(resolve_quantization_config("online", parts))
             layer = ReplicatedLinear(256, 256, bias=False, params_dtype=dtype, quant_config=online)

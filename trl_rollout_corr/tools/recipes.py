@@ -9,17 +9,14 @@ _PARTS = ("recipes", "examples")
 
 
 def source() -> Path:
-    """
-    Folder of recipes, examples and documents: inside the package if it comes from a wheel, else the
-    checkout.
-    """
+    """Folder of recipes, examples and documents: inside the package if it comes from a wheel, else the checkout."""
     return next(folder for folder in (_PACKAGE / "shipped", _PACKAGE.parent) if (folder / "recipes").is_dir())
 
 
 def write_recipes(folder: str | Path) -> str:
     """
-    Write `recipes/` and `examples/` into a folder, which may be new. The commands of the documents
-    work there unchanged. Returns a message about the files and the command to run next.
+    Write `recipes/` and `examples/` into a folder, which may be new. The commands of the documents work there
+    unchanged. Returns a message about the files and the command to run next.
     """
     folder = Path(folder)
     if parts := [part for part in _PARTS if (folder / part).exists()]:

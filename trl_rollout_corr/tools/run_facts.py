@@ -1,4 +1,6 @@
-"""Facts about a run that follow from its settings, from fields of TRL, and from the ages of its completions. No torch."""
+"""
+Facts about a run that follow from its settings, from fields of TRL, and from the ages of its completions. No torch.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +29,8 @@ def samples_with_8_bits(settings: Settings | None) -> bool:
 
 def trl_corrects(fields: Mapping[str, Any]) -> bool:
     """
-    True if `rollout_correction: trl` corrects: GRPO with vLLM. TRL corrects nothing in RLOO and with another sampler, and
-    its asynchronous loss clips around the sampler.
+    True if `rollout_correction: trl` corrects: GRPO with vLLM. TRL corrects nothing in RLOO and with another sampler,
+    and its asynchronous loss clips around the sampler.
     """
     return bool(fields.get("use_vllm")) and MODE in fields
 

@@ -1,6 +1,4 @@
-"""
-`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. It needs no TRL.
-"""
+"""`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. It needs no TRL."""
 
 import dataclasses
 import json
@@ -54,8 +52,8 @@ class Comparison(NamedTuple):
 
 def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     """
-    Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the text
-    to print. JSON contains every preset.
+    Compare the settings of a run, the presets and the settings of `files` on the sequences of a dump, and return the
+    text to print. JSON contains every preset.
     """
     refuse_log(path)
     dump = open_dump(path, _COLUMNS, worst=False)
@@ -128,8 +126,8 @@ def _outcomes(
 
 def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     """
-    The presets that matter for a run: its own, the reference, the one to set, and the presets in the mode of the run. In
-    decoupled mode, which offers many, only presets that either weight or reject count.
+    The presets that matter for a run: its own, the reference, the one to set, and the presets in the mode of the run.
+    In decoupled mode, which offers many, only presets that either weight or reject count.
     """
     named = {_REFERENCE, DEFAULT, str(run.rollout_correction)}
     return [
@@ -215,9 +213,7 @@ def _as_json(c: Comparison) -> str:
 
 
 def _finite(value: object) -> object:
-    """
-    A value without infinity, which our settings take as text, and NaN, because JSON allows neither.
-    """
+    """A value without infinity, which our settings take as text, and NaN, because JSON allows neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -21,8 +21,7 @@ _SHORT = 64  # tokens up to which padding costs nothing
 
 class Block(NamedTuple):
     """
-    Sequences of about the same length, padded to the longest: `B` of at most `T` tokens, in tensors
-    of shape `(B, T)`.
+    Sequences of about the same length, padded to the longest: `B` of at most `T` tokens, in tensors of shape `(B, T)`.
     """
 
     mask: torch.Tensor  # True for tokens, False for padding
@@ -35,17 +34,14 @@ class Block(NamedTuple):
     rounding: torch.Tensor  # `(B, 2)`: what rounding did, as the run used it, or as it is measured in the dump
 
     def tokens(self, *, neutralize: bool) -> Tokens:
-        """
-        Tokens that count. With `neutralize`, a token without a finite log-probability counts with
-        ratio 1.
-        """
+        """Tokens that count. With `neutralize`, a token without a finite log-probability counts with ratio 1."""
         return select_tokens(self.train_logps, self.rollout_logps, self.mask, neutralize=neutralize)
 
 
 class Batch(NamedTuple):
     """
-    Tokens of the loss of sequences, without tool tokens. They lie in blocks, because one long
-    completion would pad all others to its length.
+    Tokens of the loss of sequences, without tool tokens. They lie in blocks, because one long completion would pad all
+    others to its length.
     """
 
     steps: list[int]  # of the sequences, in order
@@ -89,8 +85,8 @@ def batch_of(sequences: Sequences, rows: np.ndarray, *, as_dumped: bool = False)
 
 def rounding_of(sequences: Sequences) -> torch.Tensor:
     """
-    `(2,)`: what rounding does to a probability and to a log-ratio in the sequences of age 0 that represent their batch;
-    0 without any. A run takes a moving mean of it over its steps.
+    `(2,)`: what rounding does to a probability and to a log-ratio in the sequences of age 0 that represent their
+    batch; 0 without any. A run takes a moving mean of it over its steps.
     """
     rounding, fresh = Rounding(), sequences.represents & (sequences.staleness == 0)
     here = sequences.mask & fresh[sequences.row]
@@ -135,8 +131,8 @@ def _block(
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:
     """
-    The tokens of a sequence that each criterion of the settings rejects, boolean, by name of the
-    criterion. Empty if the criteria together reject other tokens than the run did.
+    The tokens of a sequence that each criterion of the settings rejects, boolean, by name of the criterion. Empty if
+    the criteria together reject other tokens than the run did.
     """
     here = sequences.slice(row)
     of_loss = sequences.mask[here]
@@ -169,9 +165,7 @@ def recompute(
     clip: tuple[float, float],
     as_dumped: bool = False,
 ) -> Outcome:
-    """
-    What settings do to sequences or, `as_dumped`, of the correction that the run itself wrote.
-    """
+    """What settings do to sequences or, `as_dumped`, of the correction that the run itself wrote."""
     corrections, neutralize = _correct(batch, settings), settings.rollout_nan_policy == "neutralize"
     tokens = kept = 0.0
     coefficient, products = 0.0, torch.zeros(3, dtype=torch.float64)
@@ -198,10 +192,7 @@ def recompute(
 
 
 def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
-    """
-    The correction of each block. A value of the whole batch, such as the mean weight, covers all
-    blocks.
-    """
+    """The correction of each block. A value of the whole batch, such as the mean weight, covers all blocks."""
 
     def correct(sum_over_blocks: Callable[[torch.Tensor], torch.Tensor]) -> list[RolloutCorrection]:
         return [
@@ -239,8 +230,8 @@ def policy_factor(
     clip: tuple[float, float],
 ) -> torch.Tensor:
     """
-    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`. It
-    is PPO's ratio up to the clip bounds around the sampler; in the other modes the ratio is 1.
+    Factor of `advantage * grad logp` of each token in the first optimizer step on it, `(B, T)`. It is PPO's ratio up
+    to the clip bounds around the sampler; in the other modes the ratio is 1.
     """
     if not settings.clips_around_sampler:
         return coefficients
@@ -252,10 +243,7 @@ def policy_factor(
 
 
 def _gradients(block: Block, factor: torch.Tensor) -> torch.Tensor:
-    """
-    Scalar product and squared norms, `(3,)`, of the plain and the corrected gradient by token
-    logit.
-    """
+    """Scalar product and squared norms, `(3,)`, of the plain and the corrected gradient by token logit."""
     unlikely = -torch.expm1(block.train_logps.clamp(max=0.0))  # 1 - p
     plain = (block.advantages * unlikely).masked_fill(~(block.mask & block.train_logps.isfinite()), 0.0)
     corrected = plain * factor

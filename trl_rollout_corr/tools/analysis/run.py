@@ -32,10 +32,7 @@ class Run(NamedTuple):
 
 
 def read_run(source: str) -> Run:
-    """
-    Read a run, a dump, or a folder with either or both. Warns about damaged parts; errors name the
-    source.
-    """
+    """Read a run, a dump, or a folder with either or both. Warns about damaged parts; errors name the source."""
     try:
         run = _read(*split_source(source))
     except OSError as error:

@@ -16,8 +16,7 @@ class Spread(NamedTuple):
 
 def spread_of(batch: Batch) -> Spread:
     """
-    Spread of the log-ratio over tokens with a finite log-probability of both policies; a
-    `ValueError` without any.
+    Spread of the log-ratio over tokens with a finite log-probability of both policies; a `ValueError` without any.
     """
     lengths, d = [], []
     for block in batch.blocks:

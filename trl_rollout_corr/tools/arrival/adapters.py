@@ -1,9 +1,8 @@
 """
 A push of a PEFT adapter that leaves the base model as it is.
 
-TRL pushes an adapter by merging it into the base, sending the base, and unmerging it. In bfloat16
-that changes the base a little at every push. Here PEFT merges each layer into a copy in float32,
-which is rounded once and sent.
+TRL pushes an adapter by merging it into the base, sending the base, and unmerging it. In bfloat16 that changes the
+base a little at every push. Here PEFT merges each layer into a copy in float32, which is rounded once and sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -91,9 +90,7 @@ def _unmerging_after_failure(layers: list[Any]) -> Iterator[None]:
 
 
 def _can_be_copied(layer: Any) -> bool:
-    """
-    True if the base layer itself has all of its parameters, in a type and a place to compute with.
-    """
+    """True if the base layer itself has all of its parameters, in a type and a place to compute with."""
     base = layer.get_base_layer()
     own = [*base.parameters(recurse=False)]
     return (
@@ -115,8 +112,8 @@ def _one_of_each_kind(layers: list[Any]) -> Iterable[Any]:
 
 def merges_into_parameters(layer: Any) -> bool:
     """
-    True if a merge of a layer changes only the values of parameters of its base. A merge may also put another
-    module in the place of the base, as in LN tuning, or give the base another parameter.
+    True if a merge of a layer changes only the values of parameters of its base. A merge may also put another module
+    in the place of the base, as in LN tuning, or give the base another parameter.
     """
     base = layer.get_base_layer()
     names = [*base._parameters]
@@ -126,8 +123,8 @@ def merges_into_parameters(layer: Any) -> bool:
 
 class MergedWeights:
     """
-    Weights of a base model with its active adapters merged, by parameter of the base. They are
-    computed for one layer at a time, so that at most one layer is in memory twice.
+    Weights of a base model with its active adapters merged, by parameter of the base. They are computed for one layer
+    at a time, so that at most one layer is in memory twice.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -149,9 +146,7 @@ class MergedWeights:
 
 
 def _merge(layers: list[Any]) -> dict[int, torch.Tensor]:
-    """
-    Merged weights of layers that share a parameter, by the identity of the parameter in the base.
-    """
+    """Merged weights of layers that share a parameter, by the identity of the parameter in the base."""
     bases = [layer.get_base_layer() for layer in layers]
     own = [(base, name, p) for base in bases for name, p in base._parameters.items() if p is not None]
     with _merged_into_copies(layers):

@@ -1,10 +1,10 @@
 """
-Fingerprints of the weights that are sent to vLLM, and of the weights that vLLM holds. This runs in
-the process of the engine, which may be a server.
+Fingerprints of the weights that are sent to vLLM, and of the weights that vLLM holds. This runs in the process of the
+engine, which may be a server.
 
-vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM
-covers all elements in any order, and the fingerprint of a tensor that is sent covers a few columns:
-if these columns change, the whole tensor must.
+vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM covers all elements in
+any order, and the fingerprint of a tensor that is sent covers a few columns: if these columns change, the whole tensor
+must.
 """
 
 from collections.abc import Iterable
@@ -21,11 +21,9 @@ _AS_BITS = READABLE | QUANTISED
 
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
     """
-    Integer, `()`, that depends on each bit of a tensor. It stays on the device of the tensor, so
-    nothing waits.
+    Integer, `()`, that depends on each bit of a tensor. It stays on the device of the tensor, so nothing waits.
 
-    A change of one element changes the sums of its row and of its column. The sums are hashed with
-    their place.
+    A change of one element changes the sums of its row and of its column. The sums are hashed with their place.
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
     bits = matrix.view(_AS_BITS[x.dtype])
@@ -43,8 +41,8 @@ def _hash(sums: torch.Tensor) -> torch.Tensor:
 
 def some_columns(x: torch.Tensor) -> torch.Tensor:
     """
-    A few columns of a matrix or of a layer's experts, or a whole vector. NaN becomes 0, because it
-    comes in many forms.
+    A few columns of a matrix or of a layer's experts, or a whole vector. NaN becomes 0, because it comes in many
+    forms.
     """
     return (_some(x) if x.dim() > 1 else x).nan_to_num(nan=0.0)
 
@@ -54,9 +52,7 @@ def _some(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed_columns(layer: Any) -> torch.Tensor:
-    """
-    The same columns of a weight packed for a CPU kernel: the outputs of the layer for unit vectors.
-    """
+    """The same columns of a weight packed for a CPU kernel: the outputs of the layer for unit vectors."""
     weight = layer.weight
     width = (
         weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None) or layer.input_size
@@ -70,14 +66,13 @@ def packed_columns(layer: Any) -> torch.Tensor:
 
 def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
     """
-    Weights that a model of vLLM holds, and the tensors where it puts some weights of the trainer's
-    checkpoint, given by `names`.
+    Weights that a model of vLLM holds, and the tensors where it puts some weights of the trainer's checkpoint, given
+    by `names`.
 
-    `held` maps each tensor of the model to its fingerprints, one for each form in which a layer
-    keeps it, summed over `group`, the ranks that share the model. `places` maps each weight to the
-    tensors that hold it, where that is certain; `""` means the whole model. `quantised` lists
-    tensors of 8 or 4 bits, and `unreadable` the weights held in another form. All consist of lists
-    and numbers, because a server must send them.
+    `held` maps each tensor of the model to its fingerprints, one for each form in which a layer keeps it, summed over
+    `group`, the ranks that share the model. `places` maps each weight to the tensors that hold it, where that is
+    certain; `""` means the whole model. `quantised` lists tensors of 8 or 4 bits, and `unreadable` the weights held in
+    another form. All consist of lists and numbers, because a server must send them.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # tied layers share the memory of their weights
@@ -115,10 +110,7 @@ def _numbers(fingerprints: dict[str, list[torch.Tensor]], group: Any) -> dict[st
 
 
 def _name_in_vllm(model: Any, name: str) -> str | None:
-    """
-    Name of vLLM's tensor that a weight is fused into, by vLLM's own rules; `None` if it ignores the
-    weight.
-    """
+    """Name of vLLM's tensor that a weight is fused into, by vLLM's own rules; `None` if it ignores the weight."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     rule = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None)
     if rule and (name := rule(name)) is None:

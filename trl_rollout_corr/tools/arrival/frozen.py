@@ -17,12 +17,12 @@ class FrozenCheck:
     """
     Compares fingerprints of some frozen weights before and after each push.
 
-    Training does not change them, and a push should not. TRL merges an adapter into them and
-    unmerges it, which rounds twice. In bfloat16 the base drifts, and a quantised base is quantised
-    again from the result. Sampler and trainer share the drift, so no gap between them shows it.
+    Training does not change them, and a push should not. TRL merges an adapter into them and unmerges it, which rounds
+    twice. In bfloat16 the base drifts, and a quantised base is quantised again from the result. Sampler and trainer
+    share the drift, so no gap between them shows it.
 
-    A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`]
-    raises an error at the next push. `model` is the trainer's, not wrapped.
+    A change is reported once, with names. Where the base is quantised, [`FrozenCheck.before`] raises an error at the
+    next push. `model` is the trainer's, not wrapped.
     """
 
     def __init__(self, model: torch.nn.Module, accelerator: Any) -> None:
@@ -38,10 +38,7 @@ class FrozenCheck:
         self._ended = ""
 
     def before(self) -> None:
-        """
-        Take fingerprints before a push. A `RuntimeError` if the previous push changed a quantised
-        base.
-        """
+        """Take fingerprints before a push. A `RuntimeError` if the previous push changed a quantised base."""
         if self._ended:
             raise RuntimeError(self._ended)
         self._before = {} if self.changed else self._read()

@@ -1,6 +1,6 @@
 """
-The checks of a push of weights, for all trainers. They compare what was sent with what the sampler
-holds, and check that frozen weights of the trainer do not change.
+The checks of a push of weights, for all trainers. They compare what was sent with what the sampler holds, and check
+that frozen weights of the trainer do not change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,8 +33,8 @@ class Unmoved(SegmentedSums):
 
 class PushChecks:
     """
-    Checks of the `pushes` of a trainer ([`~trl_rollout_corr.trainers.pushes.Pushes`]). `model` is
-    the trainer's, not wrapped.
+    Checks of the `pushes` of a trainer ([`~trl_rollout_corr.trainers.pushes.Pushes`]). `model` is the trainer's, not
+    wrapped.
     """
 
     def __init__(self, pushes: Any, model: torch.nn.Module) -> None:
@@ -55,8 +55,8 @@ class PushChecks:
     @contextmanager
     def pushing(self, folder_of_adapter: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
         """
-        Context of a push of weights that is checked afterwards. `folder_of_adapter` returns, after
-        the push, the folder of the adapter that was pushed instead of weights.
+        Context of a push of weights that is checked afterwards. `folder_of_adapter` returns, after the push, the
+        folder of the adapter that was pushed instead of weights.
         """
         trainer = self.trainer
         step = trainer.state.global_step
@@ -96,21 +96,20 @@ class PushChecks:
 
     def keep(self, batch: dict[str, Any], sampled: torch.Tensor) -> None:
         """
-        Take completions of a batch that was just generated, to score them once more after a push.
-        `sampled`, `(B, T)`, holds the log-probabilities of the sampler.
+        Take completions of a batch that was just generated, to score them once more after a push. `sampled`, `(B, T)`,
+        holds the log-probabilities of the sampler.
         """
         if "prompt_ids" in batch:
             self.rescore.keep(batch, self.trainer._loss_mask(batch), sampled)
-        # A push between two steps counts for the second one: the alarm has read the first one
-        # before
+        # A push between two steps counts for the second one: the alarm has read the first one before
         for sums in self._counted:
             self.trainer._observer.add("train", sums)
         self._counted.clear()
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
         """
-        [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`] applied to the sampler; `None` if it
-        cannot be read.
+        [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`] applied to the sampler; `None` if it cannot be
+        read.
         """
         generation = self.pushes.engine
         if generation is not None:
@@ -128,10 +127,7 @@ class PushChecks:
         return read_server(self.pushes.server, names)
 
     def _ask(self, texts: list[list[int]]) -> list[list[float]]:
-        """
-        Log-probability of each token but the first of some texts, from the sampler without options
-        of sampling.
-        """
+        """Log-probability of each token but the first of some texts, from the sampler without options of sampling."""
         generation = self.pushes.engine
         if generation is not None:
             return score_in_process(generation, texts)

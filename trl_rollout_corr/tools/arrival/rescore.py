@@ -1,10 +1,9 @@
 """
-Some completions scored once more after a push, by the sampler and by the trainer, which then hold
-the same weights.
+Some completions scored once more after a push, by the sampler and by the trainer, which then hold the same weights.
 
-Three log-probabilities of the same tokens split the gap: the sampler's when it drew them, the
-sampler's now, and the trainer's now. `fresh_k3_kl` measures trainer against sampler with equal
-weights, and `age_k3_kl` the sampler now against then.
+Three log-probabilities of the same tokens split the gap: the sampler's when it drew them, the sampler's now, and the
+trainer's now. `fresh_k3_kl` measures trainer against sampler with equal weights, and `age_k3_kl` the sampler now
+against then.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,15 +68,15 @@ class Rescored(SegmentedSums):
 
 class Rescore:
     """
-    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 33, and then
-    every 33rd: at most eight, of at most 4,096 tokens together. From the fourth time on, two of
-    them are enough if sampler and trainer are no further apart than usual.
+    Scores completions of the latest batch once more, after the pushes 1, 2, 4, 8, 16, 33, and then every 33rd: at most
+    eight, of at most 4,096 tokens together. From the fourth time on, two of them are enough if sampler and trainer are
+    no further apart than usual.
 
-    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text.
-    `ask` returns the log-probabilities of the sampler for each token but the first of some texts,
-    only on the main process if that asks for all ranks. `count` takes the sums. `longest` is the
-    most tokens that the sampler can read. `blind` is a reason not to trust the log-probabilities of
-    the sampler. `replicas` is the number of replicas of the sampler, each of which is asked.
+    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text. `ask` returns the
+    log-probabilities of the sampler for each token but the first of some texts, only on the main process if that asks
+    for all ranks. `count` takes the sums. `longest` is the most tokens that the sampler can read. `blind` is a reason
+    not to trust the log-probabilities of the sampler. `replicas` is the number of replicas of the sampler, each of
+    which is asked.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class Rescore:
 
     def keep(self, batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor) -> None:
         """
-        Take completions of a batch that was just generated. `mask` is non-zero on the tokens of the
-        loss, and `sampled` holds the log-probabilities of the sampler, both `(B, T)`.
+        Take completions of a batch that was just generated. `mask` is non-zero on the tokens of the loss, and
+        `sampled` holds the log-probabilities of the sampler, both `(B, T)`.
         """
         if not self.wants_batch:
             return
@@ -116,8 +115,8 @@ class Rescore:
 
     def pushed(self, *, announced: bool = False) -> None:
         """
-        Score right after a push, if that is due. `announced` is true if the run announced that the
-        sampler holds older weights than the trainer. The two are then not compared.
+        Score right after a push, if that is due. `announced` is true if the run announced that the sampler holds older
+        weights than the trainer. The two are then not compared.
         """
         if self.done:
             return
@@ -194,8 +193,8 @@ class Rescore:
 
     def _shared(self, texts: list[Text]) -> list[Text]:
         """
-        The texts that all ranks of a sampler score, from the first rank of an engine, or from the
-        main process for a server.
+        The texts that all ranks of a sampler score, from the first rank of an engine, or from the main process for a
+        server.
         """
         generation = self.pushes.engine
         if generation is None:
@@ -214,10 +213,7 @@ class Rescore:
         return largest(self.pushes.trainer.accelerator, number)
 
     def _score(self, text: Text) -> torch.Tensor:
-        """
-        Log-probabilities of a completion under the trainer in evaluation mode. All ranks call it
-        equally often.
-        """
+        """Log-probabilities of a completion under the trainer in evaluation mode. All ranks call it equally often."""
         trainer = self.pushes.trainer
         ids = torch.tensor([text.ids], device=trainer.accelerator.device)
         model = trainer.model_wrapped
@@ -229,8 +225,8 @@ class Rescore:
 
     def _gives_up(self, problem: str, elsewhere: str) -> bool:
         """
-        End the scores on all ranks, and say so, if there is a problem on this rank or, as
-        `elsewhere` puts it, on another one.
+        End the scores on all ranks, and say so, if there is a problem on this rank or, as `elsewhere` puts it, on
+        another one.
         """
         if not self._largest(int(bool(problem))):
             return False
@@ -267,10 +263,7 @@ def _concentration(gaps: torch.Tensor) -> torch.Tensor:
 def choose(
     batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, longest: int | None
 ) -> list[Text]:
-    """
-    Evenly spaced completions of a batch, each cut to its share of the tokens; a single one if
-    prompts are long.
-    """
+    """Evenly spaced completions of a batch, each cut to its share of the tokens; a single one if prompts are long."""
     n = len(batch["completion_ids"])
     rows = sorted({round(i * (n - 1) / max(1, MOST - 1)) for i in range(MOST)})
     room = TOKENS if longest is None else min(TOKENS, longest - 1)  # the sampler adds a token
@@ -286,8 +279,8 @@ def _text(
     batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, row: int, room: int
 ) -> Text | None:
     """
-    Completion in a row of a batch, cut so that it fits `room` tokens with its prompt; `None`
-    without a token of the loss.
+    Completion in a row of a batch, cut so that it fits `room` tokens with its prompt; `None` without a token of the
+    loss.
     """
     prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
     kept = batch["completion_mask"][row].bool()

@@ -1,10 +1,9 @@
 """
-A vLLM server seen through its own API: its configuration, weights, log-probabilities of a text, and
-adapters.
+A vLLM server seen through its own API: its configuration, weights, log-probabilities of a text, and adapters.
 
-A server that was started with our extension of its worker returns fingerprints of its weights, as a
-colocated vLLM does ([`read_server`]). Any other server can score a text ([`score_on_server`]) and list
-its adapters ([`AdapterCheck`]).
+A server that was started with our extension of its worker returns fingerprints of its weights, as a colocated vLLM
+does ([`read_server`]). Any other server can score a text ([`score_on_server`]) and list its adapters
+([`AdapterCheck`]).
 """
 
 import hashlib
@@ -31,10 +30,7 @@ def has_extension(config: Any) -> bool:
 
 
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
-    """
-    Weights that the workers of a server hold:
-    [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`].
-    """
+    """Weights that the workers of a server hold: [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`]."""
     request: Any = {"method": "read_weights", "args": [names]}
     response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)
     response.raise_for_status()
@@ -47,7 +43,9 @@ def read_server(url: str, names: list[str]) -> dict[str, Any]:
 
 
 def replicas_of(config: Any) -> int:
-    """Number of engines among which a server, with this configuration, shares requests out (`--data-parallel-size`)."""
+    """
+    Number of engines among which a server, with this configuration, shares requests out (`--data-parallel-size`).
+    """
     parallel = config.get("parallel_config", {}) if isinstance(config, Mapping) else {}
     elsewhere = any(parallel.get(f"data_parallel_{way}_lb") for way in ("external", "hybrid"))
     return int(parallel.get("data_parallel_size_local" if elsewhere else "data_parallel_size") or 1)
@@ -55,8 +53,8 @@ def replicas_of(config: Any) -> int:
 
 def score_on_server(url: str, model: str, text: list[int], replica: int | None = None) -> list[float]:
     """
-    Log-probability of each token but the first of a text, from a server without options of
-    sampling; minus infinity where the server writes -9999. A replica of its own choice answers, unless one is given.
+    Log-probability of each token but the first of a text, from a server without options of sampling; minus infinity
+    where the server writes -9999. A replica of its own choice answers, unless one is given.
     """
     request: Any = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
     request["cache_salt"] = "scored once more"  # keeps later requests from reading these prompts
@@ -80,10 +78,9 @@ class AdapterCheck:
     """
     Check of each adapter that is pushed to a server through files.
 
-    It hashes the trained parameters and the pushed files. If the parameters changed since the
-    previous push and the files did not, the run pushes something else than the trained adapter, and
-    [`AdapterCheck.pushed`] raises an error. If the server then lacks the name of the adapter, it
-    warns.
+    It hashes the trained parameters and the pushed files. If the parameters changed since the previous push and the
+    files did not, the run pushes something else than the trained adapter, and [`AdapterCheck.pushed`] raises an error.
+    If the server then lacks the name of the adapter, it warns.
     """
 
     def __init__(self) -> None:
@@ -92,8 +89,8 @@ class AdapterCheck:
 
     def pushed(self, url: str, name: str, folder: Path, trained: int, step: int) -> None:
         """
-        Check a push of the files in `folder` to the server at `url`, after optimizer step `step`,
-        on the main process. `trained` is the fingerprint of the trained parameters.
+        Check a push of the files in `folder` to the server at `url`, after optimizer step `step`, on the main process.
+        `trained` is the fingerprint of the trained parameters.
         """
         pushed, before = _hash_of(folder), self._before
         if pushed is None:
@@ -134,8 +131,8 @@ def served_adapter(model: Any) -> Any:
 
 def check_patterns(url: str, adapter: Any) -> None:
     """
-    Refuse an adapter with ranks or scales for single layers if the vLLM server at `url` would serve
-    it with one scale. `adapter` is its `LoraConfig`.
+    Refuse an adapter with ranks or scales for single layers if the vLLM server at `url` would serve it with one scale.
+    `adapter` is its `LoraConfig`.
     """
     patterns = {name: x for name in ("rank_pattern", "alpha_pattern") if (x := getattr(adapter, name, None))}
     if not patterns:

@@ -1,8 +1,8 @@
 """
 Check that pushed weights arrive in the sampler, by reading them there.
 
-A push that does not arrive raises no error and leaves `staleness_max` at 0, while the sampler keeps
-all or some of its first weights.
+A push that does not arrive raises no error and leaves `staleness_max` at 0, while the sampler keeps all or some of its
+first weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,19 +32,18 @@ class WeightCheck:
     """
     Comparison after each push of what was sent to the sampler with what it holds.
 
-    If a weight is sent with another value than at the push before, rounded to the sampler's type,
-    then the tensor that holds it in the sampler must change as well. If not a single bit of the
-    tensor changed, the weight did not arrive, because neither options of sampling nor precision can
-    explain that. After two such pushes within ten, [`WeightCheck.judge`] raises an error.
+    If a weight is sent with another value than at the push before, rounded to the sampler's type, then the tensor that
+    holds it in the sampler must change as well. If not a single bit of the tensor changed, the weight did not arrive,
+    because neither options of sampling nor precision can explain that. After two such pushes within ten,
+    [`WeightCheck.judge`] raises an error.
 
-    In a tensor that the sampler quantises, an update below a step of its grid changes no bit. So
-    such a tensor never counts as a failed push; [`WeightCheck.unmoved`] gives the share of
-    quantised tensors that did not change.
+    In a tensor that the sampler quantises, an update below a step of its grid changes no bit. So such a tensor never
+    counts as a failed push; [`WeightCheck.unmoved`] gives the share of quantised tensors that did not change.
 
     `read` returns what the sampler holds, and where it puts given weights
-    ([`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`]); `None` if the sampler cannot be read.
-    `model` is the trainer's, not wrapped. `dtype` returns the type of the sampler's weights, which
-    may be known only after a while.
+    ([`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`]); `None` if the sampler cannot be read. `model` is
+    the trainer's, not wrapped. `dtype` returns the type of the sampler's weights, which may be known only after a
+    while.
     """
 
     def __init__(self, read: Callable[[list[str]], dict | None], model: Any, dtype: Callable[[], str]) -> None:
@@ -84,9 +83,8 @@ class WeightCheck:
         """
         Raise an error if weights did not arrive for the second time, after optimizer step `step`.
 
-        `announced` is true if the run announced that the sampler gets older weights than the
-        trainer's. `doubt` is a reason why the weights of the sampler may not matter. The error is
-        then a warning.
+        `announced` is true if the run announced that the sampler gets older weights than the trainer's. `doubt` is a
+        reason why the weights of the sampler may not matter. The error is then a warning.
         """
         before, now = self._before, self._push()
         self.unmoved = None
@@ -108,9 +106,7 @@ class WeightCheck:
             self._tell(missing, step, doubt)
 
     def _push(self) -> Push | None:
-        """
-        Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read.
-        """
+        """Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read."""
         if self.done or not self._sent:
             return None
         sent, as_sent = (
@@ -152,9 +148,7 @@ class WeightCheck:
         return int(torch.stack(fingerprints).sum()) if fingerprints else 0
 
     def _missing(self, before: Push, now: Push) -> list[str]:
-        """
-        Weights that were sent with a new value while all tensors that hold them stayed the same.
-        """
+        """Weights that were sent with a new value while all tensors that hold them stayed the same."""
         changed = [name for name, x in now.sent.items() if before.sent.get(name, x) != x]
         missing = []
         for name in changed:
@@ -170,8 +164,7 @@ class WeightCheck:
 
     def _judge_quantised(self, before: Push, now: Push, step: int) -> None:
         """
-        Count the quantised tensors that did not change although some of their weights were sent
-        with a new value.
+        Count the quantised tensors that did not change although some of their weights were sent with a new value.
         """
         changed = {
             place

@@ -8,9 +8,9 @@ from .fingerprints import read_weights
 
 class PackingWorker:
     """
-    An extension of vLLM's worker: `--worker-extension-cls
-    trl_rollout_corr.tools.arrival.worker.PackingWorker`. A server on a CPU needs it, and on any
-    server it lets the trainer check that weights arrive. Its methods are for `/collective_rpc`.
+    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.tools.arrival.worker.PackingWorker`. A
+    server on a CPU needs it, and on any server it lets the trainer check that weights arrive. Its methods are for
+    `/collective_rpc`.
     """
 
     def reload_and_pack(self, weights_path: str) -> None:

@@ -1,11 +1,10 @@
 """
-The command `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its
-certainty and share, and the remedy. It works on arrays of numpy and needs no TRL.
+The command `trl-rollout-corr diagnose`: the cause of the gap between trainer and sampler, its certainty and share, and
+the remedy. It works on arrays of numpy and needs no TRL.
 
-`observed` holds the tokens. `causes` lists one record per cause. The tests of the causes are in
-`single_tokens`, `drift`, `sampling` and `precision`, and use the statistics in `evidence`. `parts`
-finds the completions, turns and prompts that cause the whole gap. `ranking` searches, and `text`
-writes the answer.
+`observed` holds the tokens. `causes` lists one record per cause. The tests of the causes are in `single_tokens`,
+`drift`, `sampling` and `precision`, and use the statistics in `evidence`. `parts` finds the completions, turns and
+prompts that cause the whole gap. `ranking` searches, and `text` writes the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +33,7 @@ from .text import write_json, write_text
 from .trl_log import course_of
 
 
-# Columns of a dump that a diagnosis needs; it quotes a few words of the text in `tokens` and
-# `prompt`
+# Columns of a dump that a diagnosis needs; it quotes a few words of the text in `tokens` and `prompt`
 COLUMNS = (
     *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
     *("prompt", "prompt_ids", "padding", "staleness", "advantage", "coefficients"),
@@ -46,8 +44,8 @@ __all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", 
 
 def read_tokens(path: str | Path) -> DumpedTokens:
     """
-    Read the tokens of a dump (folder or file), or of a run that contains one. Raises a `ValueError`
-    of one line without a dump.
+    Read the tokens of a dump (folder or file), or of a run that contains one. Raises a `ValueError` of one line
+    without a dump.
     """
     return _tokens_of(_opened(path))
 
@@ -69,8 +67,8 @@ def _tokens_of(dump: Dump) -> DumpedTokens:
 
 def observe_dump(dump: Dump, settings: Settings | None, alarms: Sequence[Alarm], *, small: bool) -> DumpedTokens:
     """
-    The tokens of an opened dump, with the settings in effect and the alarms of its run. `small` says that the log of the
-    run shows only small gaps.
+    The tokens of an opened dump, with the settings in effect and the alarms of its run. `small` says that the log of
+    the run shows only small gaps.
     """
     logs = read_logs(dump.path)
     rates, scored = _rates(logs), _scored_again(logs, int(dump.sequences.step.max()))
@@ -113,7 +111,9 @@ def decision_of(dump: Dump) -> Decision:
 
 
 def _entropy(logs: list[dict[str, Any]], steps: np.ndarray) -> dict[int, float]:
-    """TRL's `entropy` by the optimizer step of the dump: an entry of the log covers the steps since the one before it."""
+    """
+    TRL's `entropy` by the optimizer step of the dump: an entry of the log covers the steps since the one before it.
+    """
     known = sorted((int(entry["step"]), x) for entry in logs if (x := value_of(entry, "entropy")) is not None)
     until = np.array([step for step, _ in known])
     places = {int(step): int(np.searchsorted(until, step)) for step in np.unique(steps)}
@@ -121,10 +121,7 @@ def _entropy(logs: list[dict[str, Any]], steps: np.ndarray) -> dict[int, float]:
 
 
 def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, float, float]]:
-    """
-    Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, in order, up to step `last`; NaN
-    if unknown.
-    """
+    """Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, in order, up to step `last`; NaN if unknown."""
     found = []
     for entry in logs:
         fresh, age = (value_of(entry, f"{PREFIX}{name}_k3_kl") for name in ("fresh", "age"))
@@ -140,17 +137,17 @@ def iterations_of(settings: Mapping[str, object]) -> int:
 
 
 def _rates(logs: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Step and learning rate of each entry of the log that has one, in order. It covers the steps since the one before it."""
+    """
+    Step and learning rate of each entry of the log that has one, in order. It covers the steps since the one before
+    it.
+    """
     return sorted(
         (int(x["step"]), float(x["learning_rate"])) for x in logs if isinstance(x.get("learning_rate"), float | int)
     )
 
 
 def _movement(rates: Sequence[tuple[int, float]], steps: np.ndarray) -> float:
-    """
-    Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks any of
-    them.
-    """
+    """Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks any of them."""
     first, last = int(steps.min()), int(steps.max())
     known, total = first, 0.0
     for step, rate in rates:
@@ -162,8 +159,8 @@ def _movement(rates: Sequence[tuple[int, float]], steps: np.ndarray) -> float:
 
 def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
     """
-    The diagnosis of a dump as text or as JSON, and whether nothing needs to be done. A run without
-    a dump gets the suspicion from the log of its trainer.
+    The diagnosis of a dump as text or as JSON, and whether nothing needs to be done. A run without a dump gets the
+    suspicion from the log of its trainer.
     """
     log, run = split_source(str(path))
     if logs := _without_dump(log):

@@ -39,10 +39,7 @@ def rms(values: np.ndarray) -> float:
 
 
 def typical(values: np.ndarray) -> float:
-    """
-    Root mean square without the largest 5 %, which a few tokens sent to other experts would
-    dominate.
-    """
+    """Root mean square without the largest 5 %, which a few tokens sent to other experts would dominate."""
     size = np.sort(np.abs(values))
     return rms(size[: max(int(0.95 * len(size)), 1)])
 
@@ -52,18 +49,15 @@ def bounded(share: float) -> float:
 
 
 def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """
-    Mean of the values in each token's bin. The bins are quantiles of the keys, with equal numbers
-    of tokens.
-    """
+    """Mean of the values in each token's bin. The bins are quantiles of the keys, with equal numbers of tokens."""
     edges = np.quantile(keys, np.linspace(0, 1, min(BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
     return mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
 
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:
     """
-    Mean product of two values with the same key, over the mean square: 1 if the key determines the
-    value, 0 for noise and for so few pairs that it may be chance.
+    Mean product of two values with the same key, over the mean square: 1 if the key determines the value, 0 for noise
+    and for so few pairs that it may be chance.
     """
     _, inverse = np.unique(keys, return_inverse=True)
     n, sums, squares = np.bincount(inverse), np.bincount(inverse, values), np.bincount(inverse, np.square(values))
@@ -74,8 +68,8 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
 
 def by_token(o: DumpedTokens) -> float:
     """
-    Correlation of the log-ratios at two places with the same token: 0 for noise, more for different
-    weights. The same place of the same text is one place, however often the text comes.
+    Correlation of the log-ratios at two places with the same token: 0 for noise, more for different weights. The same
+    place of the same text is one place, however often the text comes.
     """
     here = o.core & o.once
     return alike(o.token[here], o.level[here])

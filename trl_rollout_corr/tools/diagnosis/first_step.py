@@ -25,9 +25,8 @@ ROWS = 64  # sequences of a diagnosis
 
 class FirstStepDiagnosis(Watcher):
     """
-    Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the
-    main process at its end. With `score_alone`, some sequences of the first batch are scored a
-    second time, one by one.
+    Collects sequences of the first optimizer step of a run, and prints their `diagnosis` on the main process at its
+    end. With `score_alone`, some sequences of the first batch are scored a second time, one by one.
     """
 
     reads_text = True
@@ -48,8 +47,8 @@ class FirstStepDiagnosis(Watcher):
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        # Sequences are scored one by one, which is impossible with images. This looks for a
-        # processor, because it is the same on all ranks, and images may be on some.
+        # Sequences are scored one by one, which is impossible with images. This looks for a processor, because it is
+        # the same on all ranks, and images may be on some.
         images = hasattr(trainer.processing_class, "image_processor")
         score_alone = None if images else getattr(trainer, "_score_alone", None)
         return cls(trainer.args, trainer._settings, trainer._about, score_alone)
@@ -63,18 +62,12 @@ class FirstStepDiagnosis(Watcher):
             self.offer(now.step + 1, *columns_of(batch))  # the optimizer step that trains on the batch
 
     def looks_twice(self) -> bool:
-        """
-        True for the first batch, whose sequences are scored a second time. All ranks get the same
-        answer.
-        """
+        """True for the first batch, whose sequences are scored a second time. All ranks get the same answer."""
         first, self.looked = not self.looked and not self.done, True
         return first
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """
-        Take the sequences of a batch, as
-        [`~trl_rollout_corr.tools.dump.writing.SequenceDump.offer`] does.
-        """
+        """Take the sequences of a batch, as [`~trl_rollout_corr.tools.dump.writing.SequenceDump.offer`] does."""
         mask = columns["mask"]
         missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
         self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]

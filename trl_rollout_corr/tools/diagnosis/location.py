@@ -19,8 +19,7 @@ _SOUND = 0.03  # share of the usual size below which units are equally sound
 _LENGTH = 5  # tokens that suffice to judge a unit
 _TIMES = 1.5  # completions per prompt from which prompts are units, too
 _LEAST = 2  # units on each side of a split
-# Share of the deviating units that must be this many times above sound units of the same step and
-# age
+# Share of the deviating units that must be this many times above sound units of the same step and age
 _MIXED, _BEYOND = 0.7, 2.0
 _FEW, _SHOWN = 10, 3  # most tokens that may cause the whole gap, and how many of them are shown
 
@@ -47,9 +46,8 @@ def _quantity(share: float) -> str:
 
 def split_units(o: DumpedTokens, units: np.ndarray) -> Split | None:
     """
-    Split units where their levels are furthest apart. `units`, `(N,)`, numbers the unit of each
-    token, below 0 for none. Returns `None` if they are not apart, or if the step or the age of the
-    samples explains it.
+    Split units where their levels are furthest apart. `units`, `(N,)`, numbers the unit of each token, below 0 for
+    none. Returns `None` if they are not apart, or if the step or the age of the samples explains it.
     """
     here = o.core & (units >= 0)
     if not here.any():
@@ -79,9 +77,9 @@ def split_units(o: DumpedTokens, units: np.ndarray) -> Split | None:
 
 def _place(levels: np.ndarray) -> tuple[int, float, float]:
     """
-    Place to split logarithms of levels in ascending order: the first place of the upper kind, how
-    far the kinds are apart, and the ratio of their means. Otsu's criterion serves two kinds of
-    about equal number, the largest step a few deviating units.
+    Place to split logarithms of levels in ascending order: the first place of the upper kind, how far the kinds are
+    apart, and the ratio of their means. Otsu's criterion serves two kinds of about equal number, the largest step a
+    few deviating units.
     """
     n = len(levels)
     places = np.arange(_LEAST, n - _LEAST + 1)
@@ -116,10 +114,7 @@ def completions(o: DumpedTokens) -> Split | None:
 
 
 def where(o: DumpedTokens) -> list[str]:
-    """
-    Sentences about the tokens, prompts, turns or completions that cause the whole gap; none if it
-    is everywhere.
-    """
+    """Sentences about the tokens, prompts, turns or completions that cause the whole gap; none if it is everywhere."""
     if o.size < FLOOR:
         return []
     if tokens := _single_tokens(o):
@@ -170,17 +165,15 @@ def _token(o: DumpedTokens, i: int) -> str:
 
 
 def growth(o: DumpedTokens, split: Split) -> float:
-    """
-    Rank correlation of the step with the size of the log-ratio at the tokens of deviating units.
-    """
+    """Rank correlation of the step with the size of the log-ratio at the tokens of deviating units."""
     here = split.tokens & o.core
     return spearman(o.step[o.row[here]].astype(float), np.abs(o.d[here]))
 
 
 def begun(o: DumpedTokens, split: Split) -> float:
     """
-    Share of the deviating completions that deviate from their beginning: one of the first three
-    tokens where a gap can show is further off than in sound completions.
+    Share of the deviating completions that deviate from their beginning: one of the first three tokens where a gap can
+    show is further off than in sound completions.
     """
     visible = o.core & (o.usual > FLOOR)
     sound = rms((o.d / np.maximum(o.usual, FLOOR))[visible & ~split.tokens])

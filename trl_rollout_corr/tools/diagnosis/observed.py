@@ -28,15 +28,14 @@ class Broken(NamedTuple):
 
 class DumpedTokens:
     """
-    Tokens of the sequences that represent a batch: tokens of the loss with a log-probability of
-    both policies. `settings` are the ones in effect, `None` if unknown. `fields` are what the run
-    wrote of its configuration, with fields of TRL, and `about` are facts about it. `movement` is
-    the sum of the learning rates of the optimizer steps between the first sequence and the last.
-    `quiet` says that the log of the run shows no alarm and only small gaps. `age` is the age of the
-    run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl` and
-    `age_k3_kl` of each score after a push. `entropy` is the trainer's by optimizer step, in nats per
-    token. `rates` lists the step and the learning rate of each entry of the log, which covers the steps
-    since the entry before it. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
+    Tokens of the sequences that represent a batch: tokens of the loss with a log-probability of both policies.
+    `settings` are the ones in effect, `None` if unknown. `fields` are what the run wrote of its configuration, with
+    fields of TRL, and `about` are facts about it. `movement` is the sum of the learning rates of the optimizer steps
+    between the first sequence and the last. `quiet` says that the log of the run shows no alarm and only small gaps.
+    `age` is the age of the run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl`
+    and `age_k3_kl` of each score after a push. `entropy` is the trainer's by optimizer step, in nats per token.
+    `rates` lists the step and the learning rate of each entry of the log, which covers the steps since the entry
+    before it. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
     """
 
     def __init__(
@@ -59,8 +58,7 @@ class DumpedTokens:
         self.entropy, self.rates = entropy or {}, rates
         self._sequences, counted = sequences, sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
-        # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the
-        # log-ratio in nats
+        # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the log-ratio in nats
         self.row = sequences.row[counted]
         self.train, self.rollout = (
             x[counted].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
@@ -71,8 +69,8 @@ class DumpedTokens:
         self.lengths = np.bincount(self.row, minlength=len(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
         self.advantage = sequences.advantage.astype(np.float64)
-        # For each token again: its id, its place in the completion, and whether it is at an end or
-        # just behind tokens outside the loss
+        # For each token again: its id, its place in the completion, and whether it is at an end or just behind tokens
+        # outside the loss
         self.token = sequences.token_ids[counted]
         position = _places(sequences)
         self.position = position[counted]
@@ -86,8 +84,8 @@ class DumpedTokens:
 
     def within(self, rows: np.ndarray) -> "DumpedTokens":
         """
-        Tokens of some of the sequences, `(B,)`, as if the others were not in the dump. What was measured on
-        all of them, the scores after pushes and the entropy, is left out.
+        Tokens of some of the sequences, `(B,)`, as if the others were not in the dump. What was measured on all of
+        them, the scores after pushes and the entropy, is left out.
         """
         part = self._sequences.only(rows)
         return DumpedTokens(
@@ -113,8 +111,7 @@ class DumpedTokens:
     @property
     def coarser(self) -> str:
         """
-        Type of a 16-bit sampler if the trainer computes in float32, whose noise is then no
-        baseline; otherwise empty.
+        Type of a 16-bit sampler if the trainer computes in float32, whose noise is then no baseline; otherwise empty.
         """
         sampler = self.about.get("sampler_dtype", "")
         return sampler if self.about.get("trainer_dtype") == "float32" and sampler in ("bfloat16", "float16") else ""
@@ -137,17 +134,13 @@ class DumpedTokens:
 
     @cached_property
     def middle(self) -> np.ndarray:
-        """
-        Mean of the two log-probabilities of a token. Noise in either side prefers no sign relative
-        to it.
-        """
+        """Mean of the two log-probabilities of a token. Noise in either side prefers no sign relative to it."""
         return np.asarray((self.train + self.rollout) / 2)
 
     @cached_property
     def core(self) -> np.ndarray:
         """
-        Tokens inside a completion, neither at its ends nor at a seam between turns. Those places
-        get their own causes.
+        Tokens inside a completion, neither at its ends nor at a seam between turns. Those places get their own causes.
         """
         inside = ~(self.first | self.last | self.seam)
         return inside if inside.any() else np.ones(len(self), bool)
@@ -158,10 +151,7 @@ class DumpedTokens:
         return self.usual_size(self.core)
 
     def usual_size(self, inside: np.ndarray) -> np.ndarray:
-        """
-        For each token, `(N,)`, the root mean square of the log-ratio at the equally likely tokens
-        `inside`.
-        """
+        """For each token, `(N,)`, the root mean square of the log-ratio at the equally likely tokens `inside`."""
         bins = min(BINS, max(int(inside.sum()) // 20, 1))
         edges = np.quantile(self.middle[inside], np.linspace(0, 1, bins + 1)[1:-1])
         squares = mean_of_equal(np.searchsorted(edges, self.middle), np.square(self.d), inside)
@@ -216,17 +206,17 @@ class DumpedTokens:
     @cached_property
     def once(self) -> np.ndarray:
         """
-        Boolean mask, `(N,)`, of the first token after each beginning: the same token after the same prompt and the same
-        tokens is no second sample, as in completions that are used again or that begin alike.
+        Boolean mask, `(N,)`, of the first token after each beginning: the same token after the same prompt and the
+        same tokens is no second sample, as in completions that are used again or that begin alike.
         """
         return _first_of_each(_beginnings(self._sequences)[self._sequences.counted])
 
     @cached_property
     def surprise(self) -> tuple[float, float, float] | None:
         """
-        Mean of `-log p` of the trainer's tokens, its entropy in the same steps, and the standard error of their difference
-        over completions; `None` if the entropy is unknown, or for a single completion. With `rollout_support`, the
-        probabilities are of the tokens that the sampler kept, and the entropy of all.
+        Mean of `-log p` of the trainer's tokens, its entropy in the same steps, and the standard error of their
+        difference over completions; `None` if the entropy is unknown, or for a single completion. With
+        `rollout_support`, the probabilities are of the tokens that the sampler kept, and the entropy of all.
         """
         if self.settings is not None and self.settings.rollout_support is not None:
             return None
@@ -247,9 +237,7 @@ class DumpedTokens:
 
     @cached_property
     def prompt(self) -> np.ndarray:
-        """
-        Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where unknown.
-        """
+        """Number of the prompt of each sequence, `(B,)`: equal for equal prompts, -1 where unknown."""
         numbers: dict[bytes, int] = {b"": -1}
         return np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in self._sequences.prompts])
 
@@ -259,10 +247,7 @@ class DumpedTokens:
         return f", the first with {text[:60]!r}" if text else ""
 
     def words(self, i: int) -> str:
-        """
-        Text of a token and of the tokens before it, as the end of a sentence; empty if the text was
-        not read.
-        """
+        """Text of a token and of the tokens before it, as the end of a sentence; empty if the text was not read."""
         if not self._sequences.has_text:
             return ""
         row, place = int(self.row[i]), int(self.position[i])
@@ -295,9 +280,7 @@ def _none_later(valid: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """
-    Tokens of the loss at most `SEAM` places after tokens outside the loss in the same completion.
-    """
+    """Tokens of the loss at most `SEAM` places after tokens outside the loss in the same completion."""
     near = np.zeros_like(mask)
     for back in range(1, SEAM + 1):
         outside = np.zeros_like(mask)
@@ -308,10 +291,7 @@ def _after_gap(mask: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 def _repeats(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """
-    For each token, whether it occurred before in completion or known prompt, and its count in the
-    completion.
-    """
+    """For each token, whether it occurred before in completion or known prompt, and its count in the completion."""
     tokens = sequences.token_ids
     repeated, times = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int64)
     for row, prompt in enumerate(sequences.prompts):

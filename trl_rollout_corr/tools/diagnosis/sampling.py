@@ -1,7 +1,4 @@
-"""
-Causes that change the distribution that the sampler draws from: truncation, temperature and
-penalties.
-"""
+"""Causes that change the distribution that the sampler draws from: truncation, temperature and penalties."""
 
 from typing import NamedTuple
 
@@ -23,8 +20,7 @@ _BEFORE = 8  # number of latest tokens that represent the tokens that could have
 
 def truncation(o: DumpedTokens) -> Evidence | None:
     """
-    Look for `d = log S`, where `S < 1` is the trainer's total probability of the tokens that the
-    sampler may draw.
+    Look for `d = log S`, where `S < 1` is the trainer's total probability of the tokens that the sampler may draw.
     """
     d = o.d[o.core]
     if not np.abs(d).sum():
@@ -38,7 +34,8 @@ def truncation(o: DumpedTokens) -> Evidence | None:
         "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws from the "
         "whole distribution); the trainer's log-probability grows by {slope} nats for each nat of the sampler's"
     )
-    # a colder sampler finds unlikely tokens less likely than the trainer does; a truncated one finds all tokens more likely
+    # a colder sampler finds unlikely tokens less likely than the trainer does; a truncated one finds all tokens more
+    # likely
     truncated = sure > 6 and below > 0.55 and numbers["slope"] > _COLDER
     return Evidence(bias if truncated else 0.0, bounded(2 * below - 1), numbers, sentence)
 
@@ -51,8 +48,8 @@ def slope(o: DumpedTokens) -> float:
 
 def temperature(o: DumpedTokens) -> Evidence | None:
     """
-    Explain how the log-ratio varies by the log-probability of the token, first the trainer's and then the
-    sampler's. Noise correlates with one of them only, and a constant varies with none.
+    Explain how the log-ratio varies by the log-probability of the token, first the trainer's and then the sampler's.
+    Noise correlates with one of them only, and a constant varies with none.
     """
     here = o.core
     d, sides = o.d[here], (o.train[here], o.rollout[here])
@@ -80,8 +77,8 @@ def temperature(o: DumpedTokens) -> Evidence | None:
 def _much_colder(o: DumpedTokens, unlikely: np.ndarray, slope: float) -> float:
     """
     Share of `d^2` below 0, less the share above, if a sampler that is much colder explains it: it is sure where the
-    trainer is not, and finds the tokens that it seldom takes less likely than the trainer does. Their tails are too rare
-    for a mean ratio of 1.
+    trainer is not, and finds the tokens that it seldom takes less likely than the trainer does. Their tails are too
+    rare for a mean ratio of 1.
     """
     d = o.d[o.core]
     less_likely = len(unlikely) >= _ENOUGH and mean(unlikely) > _ERRORS * float(unlikely.std()) / len(unlikely) ** 0.5
@@ -91,8 +88,8 @@ def _much_colder(o: DumpedTokens, unlikely: np.ndarray, slope: float) -> float:
 
 def penalty(o: DumpedTokens) -> Evidence | None:
     """
-    Look for tokens that the sampler makes less likely if they occurred before, and more likely
-    otherwise. The test uses log-odds, because a penalty vanishes in `d` where a model is sure.
+    Look for tokens that the sampler makes less likely if they occurred before, and more likely otherwise. The test
+    uses log-odds, because a penalty vanishes in `d` where a model is sure.
     """
     forms = _forms(o)
     if not forms:
@@ -133,8 +130,8 @@ def _forms(o: DumpedTokens) -> list[_Form]:
 
 def _own(o: DumpedTokens, values: np.ndarray) -> np.ndarray:
     """
-    Subtract from values of the core the means of tokens of this probability and of this token,
-    which other causes explain.
+    Subtract from values of the core the means of tokens of this probability and of this token, which other causes
+    explain.
     """
     middle, token = o.middle[o.core], o.token[o.core]
     weight = np.square(1 - np.exp(middle))
@@ -166,8 +163,9 @@ def _mean_before(rows: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
 
 def other_draws(o: DumpedTokens) -> Evidence | None:
     """
-    Compare the mean of `-log p` of the tokens with the trainer's entropy in the log of the run. The first is an estimate
-    of the second if the tokens were drawn with these probabilities, and a gap of 0 does not show whether they were.
+    Compare the mean of `-log p` of the tokens with the trainer's entropy in the log of the run. The first is an
+    estimate of the second if the tokens were drawn with these probabilities, and a gap of 0 does not show whether they
+    were.
     """
     surprise = o.surprise
     if surprise is None:

@@ -1,6 +1,6 @@
 """
-Causes that act at some places: the first or last token, seams between turns, some prompts, and
-values that are not log-probabilities of the sampled tokens.
+Causes that act at some places: the first or last token, seams between turns, some prompts, and values that are not
+log-probabilities of the sampled tokens.
 """
 
 import numpy as np
@@ -12,14 +12,13 @@ from .observed import BINS, DumpedTokens, mean_of_equal
 
 # Quantile at which tokens are compared, because most log-ratios of a confident model are near 0
 _MANY = 0.9
-# The start of a turn deviates above this many usual sizes of the log-ratio, which chance rarely
-# reaches
+# The start of a turn deviates above this many usual sizes of the log-ratio, which chance rarely reaches
 _OFF = 3.0
 # Tokens from before a push that are needed for comparing tokens of the same weights after it
 _ENOUGH = 8
-# A completion deviates if the mean size of its log-ratios, each capped and relative to the usual
-# size, is `_FAR` times the median. The other numbers are the cap, the largest share of such
-# completions, and their smallest share of the sum of squares
+# A completion deviates if the mean size of its log-ratios, each capped and relative to the usual size, is `_FAR` times
+# the median. The other numbers are the cap, the largest share of such completions, and their smallest share of the sum
+# of squares
 _FAR, _CUT, _MINORITY, _MOST = 2.5, 3.0, 0.5, 0.5
 _FLAT = 0.3  # a log-ratio is the same at likely and unlikely tokens if its means differ by at most this share of it
 _SURE = -1e-6  # log-probability that is 0 up to the precision of float32
@@ -38,8 +37,8 @@ _GROWS = 0.3  # a gap grows from this rank correlation with the step on
 
 def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     """
-    Compare tokens of one kind with equally likely tokens inside, because unlikely tokens show a
-    larger log-ratio anyway. A cause shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside, because unlikely tokens show a larger log-ratio
+    anyway. A cause shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here
     if here.sum() < 4 or rest.sum() < 20:
@@ -50,8 +49,7 @@ def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
     many = float(np.quantile(level[here], _MANY)) / max(float(np.quantile(level[rest], _MANY)), 0.1)
     share = bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
     numbers = {"here": rms(o.d[here]), "elsewhere": rms(o.d[rest])}
-    # whatever is wrong inside may be wrong here, too, and a sure policy offers nothing inside to
-    # compare
+    # whatever is wrong inside may be wrong here, too, and a sure policy offers nothing inside to compare
     likely, weights = np.maximum(o.train, o.rollout), np.square(o.d[here]) + 1e-300
     alone = mean(likely[rest] <= np.average(likely[here], weights=weights)) < _FEW
     most = POSSIBLE if alone or numbers["elsewhere"] > LARGE else 0.99
@@ -86,12 +84,11 @@ def seams(o: DumpedTokens) -> Evidence | None:
 
 def some_prompts(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether a minority of the completions deviates strongly, and always for the same prompts,
-    more than completions of other prompts in the same step. If samples differ in age, only samples of
-    different steps are compared, because the completions of a prompt in one step share their age.
+    Test whether a minority of the completions deviates strongly, and always for the same prompts, more than
+    completions of other prompts in the same step. If samples differ in age, only samples of different steps are
+    compared, because the completions of a prompt in one step share their age.
     """
-    # large values are capped, so that a few tokens, for example with other experts, cannot decide
-    # about a completion
+    # large values are capped, so that a few tokens, for example with other experts, cannot decide about a completion
     level = o.of_rows(np.minimum(np.abs(o.level), _CUT) * o.core)
     known = np.isfinite(level) & (o.prompt >= 0)
     if known.sum() < _ENOUGH:
@@ -119,9 +116,8 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
 
 def nan_rows(o: DumpedTokens) -> Evidence | None:
     """
-    Look for rows of NaN logits: the trainer's, or the sampler's from some token of a completion to
-    its end, because a NaN in the key-value cache makes all later rows NaN. None is not NaN, but a
-    number that was not returned.
+    Look for rows of NaN logits: the trainer's, or the sampler's from some token of a completion to its end, because a
+    NaN in the key-value cache makes all later rows NaN. None is not NaN, but a number that was not returned.
     """
     of_trainer = np.isnan(o.broken.train)
     return _without_ratio(
@@ -149,9 +145,7 @@ def _nan_of_sampler(o: DumpedTokens) -> np.ndarray:
 
 
 def _in_a_run(o: DumpedTokens) -> np.ndarray:
-    """
-    Boolean mask of the broken tokens that are one of several up to the end of their completion.
-    """
+    """Boolean mask of the broken tokens that are one of several up to the end of their completion."""
     run = np.bincount(o.broken.row, o.broken.to_the_end, minlength=len(o.lengths))
     return np.asarray(o.broken.to_the_end & (run[o.broken.row] > 1))
 
@@ -184,8 +178,7 @@ def shift(o: DumpedTokens) -> Evidence | None:
 
 def misfit(o: DumpedTokens, lag: int) -> float | None:
     """
-    Mean square of `train` minus `rollout`, taken `lag` tokens later in the same completion; `None`
-    if impossible.
+    Mean square of `train` minus `rollout`, taken `lag` tokens later in the same completion; `None` if impossible.
     """
     i = np.arange(max(0, -lag), len(o) - max(0, lag))
     i = i[o.core[i] & (o.row[i] == o.row[i + lag]) & (o.position[i + lag] - o.position[i] == lag)]
@@ -194,8 +187,8 @@ def misfit(o: DumpedTokens, lag: int) -> float | None:
 
 def offset(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether the log-ratio is the same number at every token, likely or not. No two policies differ like
-    this, because the probabilities of both add up to 1.
+    Test whether the log-ratio is the same number at every token, likely or not. No two policies differ like this,
+    because the probabilities of both add up to 1.
     """
     d = o.d[o.core]
     amount = mean(d)
@@ -222,9 +215,9 @@ def _edges(values: np.ndarray) -> np.ndarray:
 
 def not_sampled(o: DumpedTokens) -> Evidence | None:
     """
-    Test for fillers, for values as high as the likeliest tokens', and for a mean of `exp(d)` above
-    1, which is impossible for tokens sampled with the sampler's probabilities, whatever the trainer
-    computes, unless it has trained on these tokens before.
+    Test for fillers, for values as high as the likeliest tokens', and for a mean of `exp(d)` above 1, which is
+    impossible for tokens sampled with the sampler's probabilities, whatever the trainer computes, unless it has
+    trained on these tokens before.
     """
     d, train, rollout = o.d[o.core], o.train[o.core], o.rollout[o.core]
     zeros, forced = rollout > _SURE, _forced(o)
@@ -259,8 +252,8 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
 
 def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
     """
-    A token that the engine forced, how often, and the text of the first; `None` without one. Nearly
-    all implausible values of 0 are then at this token, and at most a few in a completion.
+    A token that the engine forced, how often, and the text of the first; `None` without one. Nearly all implausible
+    values of 0 are then at this token, and at most a few in a completion.
     """
     zeros = np.flatnonzero(o.core & (o.rollout > _SURE) & (o.d < _IMPLAUSIBLE))
     tokens, counts = np.unique(o.token[zeros], return_counts=True)
@@ -273,9 +266,9 @@ def _forced(o: DumpedTokens) -> tuple[int, int, str] | None:
 
 def _equal(o: DumpedTokens) -> np.ndarray:
     """
-    Boolean mask of the tokens whose sampler value repeats in a completion or in the dump, or equals
-    the value of the token before, while the trainer's values differ as much as at any tokens. A value that
-    comes again with its text is no repetition.
+    Boolean mask of the tokens whose sampler value repeats in a completion or in the dump, or equals the value of the
+    token before, while the trainer's values differ as much as at any tokens. A value that comes again with its text is
+    no repetition.
     """
     spread = max(_DIFFERENT, _DIFFERENT * float(o.train.std()))
     surely = o.rollout < _SURE
@@ -296,8 +289,8 @@ def _equal(o: DumpedTokens) -> np.ndarray:
 
 def later_turns(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether the turns after the first show the gap, from their edge on. The tokens before an
-    edge must be sound, at places and lengths similar to the tokens behind it.
+    Test whether the turns after the first show the gap, from their edge on. The tokens before an edge must be sound,
+    at places and lengths similar to the tokens behind it.
     """
     later = o.core & (o.turn_place > 0)
     first = o.core & (o.turn_place == 0)
@@ -320,10 +313,7 @@ def later_turns(o: DumpedTokens) -> Evidence | None:
 
 
 def _near_edge(o: DumpedTokens, *, before: bool = False) -> np.ndarray:
-    """
-    Tokens of the first turn near its end, or of the second near its beginning, where there is a
-    second.
-    """
+    """Tokens of the first turn near its end, or of the second near its beginning, where there is a second."""
     edges = np.full(len(o.lengths), np.inf)
     second = o.turn_place == 1
     np.minimum.at(edges, o.row[second], o.position[second])
@@ -366,7 +356,8 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
 
 def by_advantage(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether nearly all completions with one sign of the advantage show a gap that the others of the same step do not.
+    Test whether nearly all completions with one sign of the advantage show a gap that the others of the same step do
+    not.
     """
     size, positive = o.level_of_rows, o.advantage > 0
     known = np.isfinite(size) & np.isfinite(o.advantage) & (o.advantage != 0)
@@ -393,10 +384,7 @@ def by_advantage(o: DumpedTokens) -> Evidence | None:
 
 
 def _of_turns_or_padding(o: DumpedTokens, split: Split) -> bool:
-    """
-    True if only completions with later turns deviate, and not in their first turns, or only padded
-    ones.
-    """
+    """True if only completions with later turns deviate, and not in their first turns, or only padded ones."""
     first, several = o.core & (o.turn_place == 0), np.unique(o.row[o.turn_place > 0])
     off = split.tokens & first
     of_turns = rms(o.d[off]) < max(FLOOR, rms(o.d[split.tokens]) / _CLEAN) and bool(np.isin(o.row[off], several).all())

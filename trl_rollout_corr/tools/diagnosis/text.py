@@ -101,9 +101,7 @@ def explains(finding: Finding) -> str:
 
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
-    """
-    What removes a cause in its run: sentences, and the settings to paste, without the ones in effect.
-    """
+    """What removes a cause in its run: sentences, and the settings to paste, without the ones in effect."""
     cause, run = finding.cause, diagnosis.fields
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
     missing, elsewhere = _possible(missing, run)
@@ -147,9 +145,7 @@ _DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penal
 
 
 def _in_effect(value: object, run: object) -> bool:
-    """
-    True if the run already uses the advised value. An unknown value (`...`) counts as another one.
-    """
+    """True if the run already uses the advised value. An unknown value (`...`) counts as another one."""
     if isinstance(value, Mapping):
         settings = run if isinstance(run, Mapping) else {}
         return run is not ... and all(_in_effect(x, settings.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
@@ -157,9 +153,7 @@ def _in_effect(value: object, run: object) -> bool:
 
 
 def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
-    """
-    The diagnosis as text for a terminal. Without `remedies`, the caller gives the only answer.
-    """
+    """The diagnosis as text for a terminal. Without `remedies`, the caller gives the only answer."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
         cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)

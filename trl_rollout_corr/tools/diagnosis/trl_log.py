@@ -1,6 +1,6 @@
 """
-The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean
-importance ratio between trainer and vLLM. A log contains only means, so it proves nothing.
+The first suspicion from the log of a trainer, for a run without a dump: the course of TRL's mean importance ratio
+between trainer and vLLM. A log contains only means, so it proves nothing.
 """
 
 import json
@@ -164,10 +164,7 @@ _LONGER = _LENGTH._replace(
 
 
 def suspicions(course: RatioCourse) -> list[Suspicion]:
-    """
-    Possible reasons for the ratios of a log, the strongest suspicion first; empty for ratios near
-    1.
-    """
+    """Possible reasons for the ratios of a log, the strongest suspicion first; empty for ratios near 1."""
     of_numbers = _of_numbers(course) if course.n else []
     return [_LOST, *of_numbers] if course.lost else of_numbers
 
@@ -181,8 +178,8 @@ def _per_token(course: RatioCourse) -> float | None:
 
 def gap_of_ratio(ratio: float, length: float) -> float:
     """
-    The `k3_kl` that gives completions of a length a mean weight with TRL's default, if log-ratios
-    are normal (`docs/trl.md` has the calculation).
+    The `k3_kl` that gives completions of a length a mean weight with TRL's default, if log-ratios are normal
+    (`docs/trl.md` has the calculation).
     """
     low, high = 1e-9, 1e3  # variance of the logarithm of the weight of a completion
     for _ in range(100):

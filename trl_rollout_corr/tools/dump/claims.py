@@ -1,7 +1,7 @@
 """
-The folder that a run writes its dump to. A run claims a folder by a file that only one process can
-create, so two runs never write to the same folder: the second takes `dump-2`, the next `dump-3`. No
-run moves or deletes the rows of another.
+The folder that a run writes its dump to. A run claims a folder by a file that only one process can create, so two runs
+never write to the same folder: the second takes `dump-2`, the next `dump-3`. No run moves or deletes the rows of
+another.
 """
 
 import glob
@@ -31,9 +31,9 @@ def check_folder(folder: Path) -> None:
 
 def claim(asked: Path, output_dir: str | Path, *, resumes: bool) -> tuple[Path, str]:
     """
-    Claim the folder that was asked for, or the first free one with a number behind its name. A run
-    that `resumes` from a checkpoint in its `output_dir` takes its own folder again. Returns the
-    folder, and a sentence if it differs from the one that was asked for.
+    Claim the folder that was asked for, or the first free one with a number behind its name. A run that `resumes` from
+    a checkpoint in its `output_dir` takes its own folder again. Returns the folder, and a sentence if it differs from
+    the one that was asked for.
     """
     run = str(Path(output_dir).resolve())
     own = [folder for folder in _numbered(asked) if owner(folder).get("output_dir") == run]
@@ -68,10 +68,7 @@ def _taken(asked: Path) -> str:
 
 
 def owner(folder: Path) -> Mapping[str, str]:
-    """
-    Facts about the run that claimed a folder; empty without such a run or if another tool wrote the
-    file.
-    """
+    """Facts about the run that claimed a folder; empty without such a run or if another tool wrote the file."""
     path = folder / CLAIM
     try:
         written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -84,9 +81,8 @@ def owner(folder: Path) -> Mapping[str, str]:
 
 def find_dump(folder: Path) -> Path | None:
     """
-    The dump of a folder; `None` without one. It is the folder itself, or else the latest dump of
-    the run with this `output_dir`, below it or next to it, or else the latest dump below it or in a
-    folder with its name and a number.
+    The dump of a folder; `None` without one. It is the folder itself, or else the latest dump of the run with this
+    `output_dir`, below it or next to it, or else the latest dump below it or in a folder with its name and a number.
     """
     if files_of(folder):
         return folder

@@ -7,16 +7,16 @@ import pyarrow as pa
 from numpy.typing import DTypeLike
 
 
-# The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding` and
-# `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, and
-# 6 `rounding_tv` and `rounding_log_ratio`; the reader takes them all.
+# The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding`
+# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, and 6 `rounding_tv` and
+# `rounding_log_ratio`; the reader takes them all.
 FORMAT, VERSION = "trl_rollout_corr.dump", 6
 
 
 class Column(NamedTuple):
     """
-    A column: its name, the type of its entries, whether there is one per token, and whether it may
-    be null, or may include `gaps`, tokens that are null.
+    A column: its name, the type of its entries, whether there is one per token, and whether it may be null, or may
+    include `gaps`, tokens that are null.
     """
 
     name: str

@@ -1,9 +1,8 @@
 """
 Files of a dump and the log next to them: writing, deleting and listing.
 
-A dump is a folder of Parquet files, one for each optimizer step and process with something to
-write. A file appears under its name only when it is complete, so that a crash loses at most the
-file being written.
+A dump is a folder of Parquet files, one for each optimizer step and process with something to write. A file appears
+under its name only when it is complete, so that a crash loses at most the file being written.
 """
 
 import json
@@ -36,8 +35,7 @@ def write_rows(
     about: Mapping[str, str] | None = None,
 ) -> Path:
     """
-    Write the rows of one step and process, with the settings in effect and facts about the run.
-    Returns the file.
+    Write the rows of one step and process, with the settings in effect and facts about the run. Returns the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {
@@ -59,10 +57,7 @@ def append_log(folder: Path, entry: Mapping[str, Any]) -> None:
 
 
 def remove_oldest(folder: Path, max_bytes: float) -> None:
-    """
-    Delete files of the oldest steps until the rest fits, except the first step, for comparison, and
-    the latest.
-    """
+    """Delete files of the oldest steps until the rest fits, except the first step, for comparison, and the latest."""
     sizes = {path: _size(path) for path in files_of(folder)}
     total = sum(sizes.values())
     steps = sorted({_step(path) for path in sizes})
@@ -83,8 +78,7 @@ def _size(path: Path) -> int:
 
 def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
     """
-    Remove the entries after the step of the checkpoint where a run continues. One process also
-    rewinds the `logs`.
+    Remove the entries after the step of the checkpoint where a run continues. One process also rewinds the `logs`.
     """
     for path in files_of(folder):
         if _step(path) > step:
@@ -98,9 +92,7 @@ def rewind(folder: Path, step: int, *, logs: bool = True) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """
-    Complete files of a dump in order of steps, without pipes and broken links with such a name.
-    """
+    """Complete files of a dump in order of steps, without pipes and broken links with such a name."""
     named = sorted(path for path in folder.glob("step-*.parquet") if _NAME.fullmatch(path.name))
     return [path for path in named if path.is_file()]
 

@@ -15,8 +15,8 @@ from ..translation.setting_files import in_one_line, own_fields
 from ..translation.trl import TRL_KEYS
 
 
-# Fields of TRL that `diagnose` advises to set, or that rules and `compare` read. Mappings are cut
-# down to these keys, because others may be secret, such as a Hub token
+# Fields of TRL that `diagnose` advises to set, or that rules and `compare` read. Mappings are cut down to these keys,
+# because others may be secret, such as a Hub token
 _OF_TRL: dict[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": (),
     "disable_dropout": (),
@@ -48,8 +48,8 @@ _DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().set
 
 def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     """
-    Settings in effect, the names of the `given` ones, and some fields of TRL, in types of JSON.
-    `in_effect` says that no preset decides any of the settings again.
+    Settings in effect, the names of the `given` ones, and some fields of TRL, in types of JSON. `in_effect` says that
+    no preset decides any of the settings again.
     """
     written = {**asdict(settings), "in_effect": True, "given": sorted(args.given)}
     for name, keys in _OF_TRL.items():
@@ -63,8 +63,8 @@ def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
 
 def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
     """
-    Settings in effect of the run that wrote a dump. A dump from elsewhere may name only a part of
-    them, as a configuration does. Raises a `ValueError` of one line that begins with the complaint.
+    Settings in effect of the run that wrote a dump. A dump from elsewhere may name only a part of them, as a
+    configuration does. Raises a `ValueError` of one line that begins with the complaint.
     """
     own = own_fields(written)
     in_effect = written.get("in_effect") is True

@@ -39,9 +39,7 @@ class Dump(NamedTuple):
 
     @property
     def age(self) -> float | None:
-        """
-        The age of the oldest completion in rows and log, in optimizer steps; `None` if unknown.
-        """
+        """The age of the oldest completion in rows and log, in optimizer steps; `None` if unknown."""
         folder = self.path if self.path.is_dir() else self.path.parent
         logged = {x["step"]: x[_AGE] for x in read_logs(folder) if isinstance(x.get(_AGE), int | float)}
         ages = np.append(self.sequences.staleness, [*logged.values()])
@@ -66,10 +64,9 @@ class _File(NamedTuple):
 
 def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst: bool = True) -> Dump:
     """
-    Read some columns of a dump, given its folder, one of its files, or the folder of a run that
-    contains it. A large dump is sampled, with the `worst` rows if needed. Damaged files are left
-    out, because the other files are still a sample of the run. Raises a `ValueError` of one line if
-    nothing can be read.
+    Read some columns of a dump, given its folder, one of its files, or the folder of a run that contains it. A large
+    dump is sampled, with the `worst` rows if needed. Damaged files are left out, because the other files are still a
+    sample of the run. Raises a `ValueError` of one line if nothing can be read.
     """
     try:
         path = Path(path)
@@ -86,10 +83,7 @@ def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst:
 
 
 def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
-    """
-    All rows of a dump in order of steps, its settings, facts about the run, and a sentence per
-    damaged file.
-    """
+    """All rows of a dump in order of steps, its settings, facts about the run, and a sentence per damaged file."""
     damage: list[str] = []
     files = _look_at(Path(path), damage)
     table = _read_whole(files, SCHEMA.names, damage)
@@ -119,10 +113,7 @@ def _look_at(path: Path, damage: list[str]) -> list[_File]:
 
 
 def _without_damage(items: Sequence[Any], read: Any, damage: list[str]) -> list[Any]:
-    """
-    The result of `read` for each item that it can read. Adds a sentence about each failure; raises
-    if all fail.
-    """
+    """The result of `read` for each item that it can read. Adds a sentence about each failure; raises if all fail."""
     found, error = [], None
     for item in items:
         try:
@@ -137,10 +128,7 @@ def _without_damage(items: Sequence[Any], read: Any, damage: list[str]) -> list[
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """
-    Context with a Parquet file. Errors while reading become a `ValueError` of one line with its
-    name.
-    """
+    """Context with a Parquet file. Errors while reading become a `ValueError` of one line with its name."""
     try:
         # not `read_table` of PyArrow, which takes a folder named lr=1e-6 for a column
         with pq.ParquetFile(path, pre_buffer=False) as file:
@@ -171,9 +159,9 @@ def _footer(path: Path) -> _File:
 
 def _is_earlier(path: Path, version: str) -> bool:
     """
-    True if an earlier release wrote a file. Each version of the format added columns that may be
-    null, or dropped one that nothing reads, so that its files are valid. Raises a `ValueError` for
-    a version that this release does not know.
+    True if an earlier release wrote a file. Each version of the format added columns that may be null, or dropped one
+    that nothing reads, so that its files are valid. Raises a `ValueError` for a version that this release does not
+    know.
     """
     if version.isdecimal() and 1 <= int(version) <= VERSION:
         return int(version) < VERSION
@@ -260,10 +248,7 @@ def _read_whole(files: list[_File], columns: Sequence[str], damage: list[str]) -
 def _read_rows(
     file: _File, columns: Sequence[str], chosen: np.ndarray | None = None, sampled: np.ndarray | None = None
 ) -> pa.Table:
-    """
-    Columns of all rows of a file, or of the `chosen` ones, where the `sampled` ones represent the
-    batch.
-    """
+    """Columns of all rows of a file, or of the `chosen` ones, where the `sampled` ones represent the batch."""
     names = [name for name in SCHEMA.names if name in columns]
     batches = [*_batches(file, names, chosen)]
     schema = batches[0].schema if batches else pa.schema([SCHEMA.field(name) for name in names])

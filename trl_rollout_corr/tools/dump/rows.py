@@ -18,10 +18,7 @@ def tokens_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:
-    """
-    Split a batch of tensors `(B, ...)`, `mask` among them, into sequences on the CPU: all, or the
-    `chosen` ones.
-    """
+    """Split a batch of tensors `(B, ...)`, `mask` among them, into sequences on the CPU: all, or the `chosen` ones."""
     tensors = {name: x if x is None or chosen is None else x[chosen] for name, x in batch.items()}
     tensors = {name: None if x is None else x.cpu() for name, x in tensors.items()}
     mask = tensors["mask"]
@@ -39,8 +36,8 @@ def make_row(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> dict[str, Any]:
     """
-    Make the row of one sequence of [`on_host`]: TRL's tokens and masks, and tensors of shape `(T,)`
-    or `()` by column. `decode` turns token ids into text; without it, all text is empty.
+    Make the row of one sequence of [`on_host`]: TRL's tokens and masks, and tensors of shape `(T,)` or `()` by column.
+    `decode` turns token ids into text; without it, all text is empty.
     """
     decode = decode or (lambda ids: "")
     n = int(sequence["completion_mask"].sum())
@@ -63,9 +60,7 @@ def make_row(
 
 
 def _entry(column: Column, sequence: Mapping[str, Any], n: int) -> Any:
-    """
-    Entry of a column: null without a tensor, or where the column may be null and the tensor is NaN.
-    """
+    """Entry of a column: null without a tensor, or where the column may be null and the tensor is NaN."""
     values = sequence.get(column.name)
     if values is not None and column.per_token:
         values = values[:n]

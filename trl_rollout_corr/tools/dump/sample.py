@@ -5,8 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-# Most tokens that a command reads from a dump. `report`, the most demanding, then needs less than 2
-# GiB and a minute
+# Most tokens that a command reads from a dump. `report`, the most demanding, then needs less than 2 GiB and a minute
 MOST_TOKENS = 2_000_000
 _PART = 0.1  # largest share of these tokens for each kind of row that is kept on purpose
 _STEPS = 2_000  # most optimizer steps to read: each costs a few milliseconds, however small
@@ -32,9 +31,8 @@ class Sample(NamedTuple):
 
 def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
     """
-    Choose rows with at most `most` tokens, evenly over the steps. Rows of the first and the last
-    step, rows without a finite log-ratio, and with `worst` the worst rows are chosen on purpose,
-    each kind up to a share of the tokens.
+    Choose rows with at most `most` tokens, evenly over the steps. Rows of the first and the last step, rows without a
+    finite log-ratio, and with `worst` the worst rows are chosen on purpose, each kind up to a share of the tokens.
     """
     drawn = rows.sampled if rows.sampled.any() else np.ones(len(rows.step), bool)
     order = _evenly(rows.step, drawn)
@@ -51,16 +49,15 @@ def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
         furthest = np.argsort(-rows.distance, kind="stable")
         read[_up_to(furthest, rows.tokens, _PART * most)] = True
         kept.append("the worst")
-    # a row that is read as one of the worst costs no more, and represents the batch if it is drawn, however far off it is
+    # a row that is read as one of the worst costs no more, and represents the batch if it is drawn, however far off it
+    # is
     rest, costs = order[~chosen[order]], np.where(read, 0, rows.tokens)
     chosen[_up_to(rest, costs, most - int(rows.tokens[read].sum()))] = True
     return Sample(read | chosen, chosen & rows.sampled, tuple(kept))
 
 
 def _evenly(step: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """
-    Indices of the rows of some steps, in an order whose every beginning covers these steps evenly.
-    """
+    """Indices of the rows of some steps, in an order whose every beginning covers these steps evenly."""
     steps, number = np.unique(step, return_inverse=True)
     places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int))
     order = np.random.default_rng(0).permutation(np.flatnonzero(among & np.isin(number, places)))

@@ -22,9 +22,9 @@ class Sequences:
     """
     `B` sequences of a dump with `N` tokens, from a table with the columns of a dump.
 
-    Each column of numbers of the table is an attribute: `(B,)` with a number for each sequence
-    (`step`, `reward`, ...) or `(N,)` with a number for each token, sequence after sequence (`mask`,
-    `train_logps`, ...). It is NaN where the column is null.
+    Each column of numbers of the table is an attribute: `(B,)` with a number for each sequence (`step`, `reward`, ...)
+    or `(N,)` with a number for each token, sequence after sequence (`mask`, `train_logps`, ...). It is NaN where the
+    column is null.
     """
 
     if TYPE_CHECKING:
@@ -52,10 +52,7 @@ class Sequences:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> "Sequences":
-        """
-        Sequences from rows in memory, made by [`~trl_rollout_corr.tools.dump.rows.make_row`],
-        without text.
-        """
+        """Sequences from rows in memory, made by [`~trl_rollout_corr.tools.dump.rows.make_row`], without text."""
         return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).drop_columns(_TEXT))
 
     def only(self, rows: np.ndarray) -> "Sequences":
@@ -100,10 +97,7 @@ class Sequences:
 
     @cached_property
     def turn(self) -> NDArray[np.int64]:
-        """
-        Turn of each token, counted over all sequences. By default a turn is a run of tokens of the
-        loss.
-        """
+        """Turn of each token, counted over all sequences. By default a turn is a run of tokens of the loss."""
         first = self.starts[:-1][self.lengths > 0]
         before = np.concatenate([[False], self.mask[:-1]])
         before[first] = False
@@ -164,10 +158,7 @@ def _end_to_end(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
 
 
 def pad(values: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-    """
-    Sequences that lie end to end as rows, `(B, T)`, with zeros after the end of each and `T` at
-    least 1.
-    """
+    """Sequences that lie end to end as rows, `(B, T)`, with zeros after the end of each and `T` at least 1."""
     inside = torch.arange(max(int(lengths.max()), 1)) < torch.from_numpy(lengths)[:, None]
     flat = torch.from_numpy(values)
     padded = flat.new_zeros(inside.shape)

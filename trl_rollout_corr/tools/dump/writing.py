@@ -25,10 +25,7 @@ from .rows import make_row, on_host, tokens_of
 
 
 def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """
-    Columns of the dump: tokens and masks as in TRL's batch, and tensors, `(B, T)` or `(B,)`, by
-    column.
-    """
+    """Columns of the dump: tokens and masks as in TRL's batch, and tensors, `(B, T)` or `(B,)`, by column."""
     batch, advantages = corrected.batch, corrected.batch["advantages"]
     return tokens_of(batch), {
         "mask": corrected.mask.bool(),
@@ -67,8 +64,7 @@ class Offered(NamedTuple):
 
 class SequenceDump(Watcher):
     """
-    Collects sequences during a step, and writes the drawn and the worst ones at its end. `about`
-    describes the run.
+    Collects sequences during a step, and writes the drawn and the worst ones at its end. `about` describes the run.
     """
 
     def __init__(
@@ -118,20 +114,14 @@ class SequenceDump(Watcher):
             self.offer(step, *columns_of(batch))
 
     def wants(self, step: int) -> bool:
-        """
-        True if an optimizer step is dumped: the due step, or the next one that corrects a batch.
-        """
+        """True if an optimizer step is dumped: the due step, or the next one that corrects a batch."""
         return step >= self.next_step
 
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
-        """
-        Consider the sequences of a batch, with TRL's tokens and masks, `(B, T)`, and columns of the
-        dump.
-        """
+        """Consider the sequences of a batch, with TRL's tokens and masks, `(B, T)`, and columns of the dump."""
         mask = columns["mask"]
         distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
-        # a completion without a token of the loss, such as a truncated one that TRL masks, shows
-        # nothing
+        # a completion without a token of the loss, such as a truncated one that TRL masks, shows nothing
         distance = distance.masked_fill(~mask, 0.0).amax(1).masked_fill(~mask.any(1), -1.0).cpu()
         # separate random numbers, so that training draws the same ones with and without a dump
         seed = hash((self.seed, self.accelerator.process_index, step, self.n_batches))
@@ -239,10 +229,7 @@ class SequenceDump(Watcher):
             self.unchecked = 0
 
     def _unless_the_disk_fails(self, write: Callable, *args: Any) -> None:
-        """
-        Write, but let no full disk end the run. Whatever happens, this rank still takes part in the
-        gathers.
-        """
+        """Write, but let no full disk end the run. Whatever happens, this rank still takes part in the gathers."""
         if self.gave_up:
             return
         try:
@@ -253,10 +240,7 @@ class SequenceDump(Watcher):
             warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
-        """
-        Indices on this rank of the drawn and the worst sequences of all ranks, and whether there
-        are any.
-        """
+        """Indices on this rank of the drawn and the worst sequences of all ranks, and whether there are any."""
         size = self.settings.rollout_dump_worst + self.settings.rollout_dump_sampled
         scores = torch.full((1, size, 2), -1.0)
         if self.offered:

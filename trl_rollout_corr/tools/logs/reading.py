@@ -1,4 +1,6 @@
-"""The only reader of logs: it finds the logs of a run in a folder, and reads a file of any kind as the trainer's log."""
+"""
+The only reader of logs: it finds the logs of a run in a folder, and reads a file of any kind as the trainer's log.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -48,8 +50,8 @@ def split_source(source: str) -> tuple[Path, str]:
 
 def logs_of(folder: Path) -> list[Path]:
     """
-    Logs in the folder of a run, the best first: the state of its trainer, the states of its
-    checkpoints, or what a tracker has written there.
+    Logs in the folder of a run, the best first: the state of its trainer, the states of its checkpoints, or what a
+    tracker has written there.
     """
     checkpoints = sorted(
         folder.glob(f"checkpoint-*/{STATE}"), key=lambda path: (len(path.parent.name), path), reverse=True
@@ -102,8 +104,8 @@ def _looks_like_history(schema: pa.Schema) -> bool:
 
 def first_readable(paths: list[Path], damage: list[str], *, needed: bool, run: str = "") -> list[dict[str, Any]]:
     """
-    The log of the first readable path. Adds a sentence to `damage` about each other one, and about
-    further runs. Without a readable log, raises a `ValueError` about the first if `needed`.
+    The log of the first readable path. Adds a sentence to `damage` about each other one, and about further runs.
+    Without a readable log, raises a `ValueError` about the first if `needed`.
     """
     errors = []
     for i, path in enumerate(paths):
@@ -126,8 +128,8 @@ def first_readable(paths: list[Path], damage: list[str], *, needed: bool, run: s
 
 def read_log(path: Path, damage: list[str], run: str = "") -> list[dict[str, Any]]:
     """
-    Entries of a log as the trainer logged them. Adds a sentence to `damage` if the file contains
-    further runs. Raises a `ValueError` of one line for a file without metrics that can be used.
+    Entries of a log as the trainer logged them. Adds a sentence to `damage` if the file contains further runs. Raises
+    a `ValueError` of one line for a file without metrics that can be used.
     """
     runs = _read(path)
     name, rows = _chosen(path, runs, run)
@@ -180,9 +182,7 @@ def _chosen(path: Path, runs: Runs, run: str) -> tuple[str, list[dict[str, Any]]
 
 
 def merge(entries: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """
-    Entries of training windows, one per step. Keys of a later entry replace keys of an earlier one.
-    """
+    """Entries of training windows, one per step. Keys of a later entry replace keys of an earlier one."""
     merged: dict[int, dict[str, object]] = {}
     for entry in log_entries(entries):
         if is_window(entry):

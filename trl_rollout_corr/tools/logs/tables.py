@@ -23,8 +23,8 @@ _LONGEST_CELL = 100_000_000  # characters
 
 def from_json(path: Path) -> Runs:
     """
-    The state of a trainer, rows of a history (also as pandas or W&B write them), or a summary, which has one row. Lines of
-    JSON have one row each.
+    The state of a trainer, rows of a history (also as pandas or W&B write them), or a summary, which has one row.
+    Lines of JSON have one row each.
     """
     text = path.read_text(encoding="utf-8")
     try:

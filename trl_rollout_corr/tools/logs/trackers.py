@@ -1,4 +1,7 @@
-"""Histories in files of trackers: an offline run of W&B, TensorBoard and Trackio. Their libraries are imported when needed."""
+"""
+Histories in files of trackers: an offline run of W&B, TensorBoard and Trackio. Their libraries are imported when
+needed.
+"""
 
 import json
 import sqlite3
@@ -52,8 +55,8 @@ def from_trackio(path: Path) -> Runs:
 
 def from_wandb(path: Path) -> Runs:
     """
-    The history of a run that W&B kept on disk (`run-*.wandb`), also of an offline run. W&B's library defines the records;
-    it offers no reader, so that the frame around them is read here.
+    The history of a run that W&B kept on disk (`run-*.wandb`), also of an offline run. W&B's library defines the
+    records; it offers no reader, so that the frame around them is read here.
     """
     from wandb.proto import wandb_internal_pb2
 

@@ -23,9 +23,9 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 
 class Examiner:
     """
-    Applies the rules to one logging window after the other. `limits` replaces the limits of bounds
-    by name; `None` switches a bound off. `settings`, `num_iterations` and `fields` of TRL describe
-    the run; `settings` is `None` if unknown.
+    Applies the rules to one logging window after the other. `limits` replaces the limits of bounds by name; `None`
+    switches a bound off. `settings`, `num_iterations` and `fields` of TRL describe the run; `settings` is `None` if
+    unknown.
     """
 
     def __init__(
@@ -41,10 +41,7 @@ class Examiner:
         self.restart()
 
     def restart(self, history: Iterable[Mapping[str, object]] = (), step: int = 0) -> None:
-        """
-        Forget the run so far. A run that continues after `step` keeps the beginning of its
-        `history`.
-        """
+        """Forget the run so far. A run that continues after `step` keeps the beginning of its `history`."""
         self._course = Course()
         self._streaks: dict[str, deque[bool]] = {name: deque(maxlen=BOUNDS[name].remembers) for name in self._limits}
         for entry in filter(is_training_window, history):
@@ -55,10 +52,7 @@ class Examiner:
         return Window(entry, self.settings, self._course, self.num_iterations > 1, self.fields)
 
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
-        """
-        Alarms that hold now, the most serious first. An entry without metrics of rollout correction
-        is ignored.
-        """
+        """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
         if not is_training_window(entry):
             return []
         window = self._window(entry)
@@ -100,10 +94,7 @@ class Examiner:
 
 
 def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
-    """
-    Sort: the most serious first; of the same severity, the earliest first; then in the order of the
-    rules.
-    """
+    """Sort: the most serious first; of the same severity, the earliest first; then in the order of the rules."""
     return sorted(alarms, key=lambda alarm: (alarm.severity != "critical", alarm.step))
 
 
@@ -118,9 +109,7 @@ def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, f
 
 
 def is_small(history: Iterable[Mapping[str, object]]) -> bool:
-    """
-    True if a log shows gaps, all within the limit of a corrected run. Silent rules prove less.
-    """
+    """True if a log shows gaps, all within the limit of a corrected run. Silent rules prove less."""
     gaps = [Window(entry, None).get("k3_kl") for entry in history if is_training_window(entry)]
     known = [gap for gap in gaps if gap is not None]
     return bool(known) and max(known) <= BOUNDS["k3_corrected"].limit
@@ -138,25 +127,25 @@ def examine(
 
     Args:
         history (`Iterable[Mapping]`):
-            Entries of `trainer.state.log_history`, each with a `step`, or rows of a tracker, with
-            `train/global_step` and the prefix `train/`. The log may also be one of TRL's own
-            trainer; the rules then read TRL's mean ratio.
+            Entries of `trainer.state.log_history`, each with a `step`, or rows of a tracker, with `train/global_step`
+            and the prefix `train/`. The log may also be one of TRL's own trainer; the rules then read TRL's mean
+            ratio.
         settings ([`~trl_rollout_corr.settings.resolve.Settings`], *optional*):
-            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` apply. Without them
-            nobody knows whether the run corrects, so `k3_high`, `k3_uncorrected`, `gap_stays` and
-            `gap_clipped` stay silent. A log of TRL's own trainer is read with TRL's default.
+            Settings of the run, `args.settings`, whose `rollout_monitor_bounds` apply. Without them nobody knows
+            whether the run corrects, so `k3_high`, `k3_uncorrected`, `gap_stays` and `gap_clipped` stay silent. A log
+            of TRL's own trainer is read with TRL's default.
         num_iterations (`int`, *optional*, defaults to `1`):
             How often the run trains on a batch: TRL's field of this name.
         fields (`Mapping[str, Any]`, *optional*):
-            Fields of the configuration by name, such as `vars(args)`. The advice depends on them:
-            TRL corrects only GRPO, and only with vLLM.
+            Fields of the configuration by name, such as `vars(args)`. The advice depends on them: TRL corrects only
+            GRPO, and only with vLLM.
 
     Returns:
         `list[Alarm]`: one per bound, the most serious first; empty if no rule finds anything.
 
     Raises:
-        `ValueError`: if no entry shows metrics of this package or of TRL's own correction, so that
-        there is nothing to examine.
+        `ValueError`: if no entry shows metrics of this package or of TRL's own correction, so that there is nothing to
+        examine.
     """
     entries = as_logged(history)
     if entries and not any(map(is_window, entries)):

@@ -1,8 +1,8 @@
 """
 The history of a run as a trainer or a tracker keeps it, in the keys of the trainer. No torch.
 
-Transformers gives trackers (W&B, TensorBoard, Trackio) every metric with a prefix: `train/`, and
-`eval/` for an evaluation. Trackers count calls, so that the optimizer step is a metric of its own.
+Transformers gives trackers (W&B, TensorBoard, Trackio) every metric with a prefix: `train/`, and `eval/` for an
+evaluation. Trackers count calls, so that the optimizer step is a metric of its own.
 """
 
 import math
@@ -17,7 +17,8 @@ WITHOUT_METRICS = (
     "contains no `rollout_corr/` metrics, and none of TRL's `sampling/*`: the run used no trainer of this package, and TRL "
     "logged no ratio between vLLM and the trainer"
 )
-# Keys of the optimizer step, and then of the x-axis of a tracker, which counts something else where a key above is there
+# Keys of the optimizer step, and then of the x-axis of a tracker, which counts something else where a key above is
+# there
 STEPS = ("step", "train/global_step", "global_step", "training/global_step", "Step", "_step")
 _TRAIN, _EVALUATION = "train/", "eval/"
 _NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as JSON of trackers has them
@@ -30,8 +31,8 @@ def is_window(entry: Mapping[str, object]) -> bool:
 
 def as_logged(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Rows of a history with the keys that the trainer logged: without the prefixes of trackers, and
-    with the optimizer step as `step`, where it is known. A missing value (`None`) is left out.
+    Rows of a history with the keys that the trainer logged: without the prefixes of trackers, and with the optimizer
+    step as `step`, where it is known. A missing value (`None`) is left out.
     """
     rows = [dict(row) for row in history]
     renamed = [{_key(key): _value(value) for key, value in row.items() if value is not None} for row in rows]

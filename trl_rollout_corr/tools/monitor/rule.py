@@ -35,11 +35,10 @@ class Alarm:
         return f"{self.seen} {self.why} {self.advice}"
 
 
-# A single window of this many optimizer steps suffices for an alarm that foretells a collapse,
-# because three would outlast most falls.
+# A single window of this many optimizer steps suffices for an alarm that foretells a collapse, because three would
+# outlast most falls.
 LONG = 10
-# A fault comes and goes if `RETURNS` of the `LATEST` windows are unhealthy, such as every third
-# step
+# A fault comes and goes if `RETURNS` of the `LATEST` windows are unhealthy, such as every third step
 RETURNS, LATEST = 4, 12
 
 
@@ -90,8 +89,8 @@ class Bound:
 
     def holds(self, streak: Sequence[bool], spacing: int) -> bool:
         """
-        True if the bound is passed after these windows (`True` is unhealthy, the latest comes
-        last), each of `spacing` optimizer steps.
+        True if the bound is passed after these windows (`True` is unhealthy, the latest comes last), each of `spacing`
+        optimizer steps.
         """
         if self.foretells_collapse and spacing >= max(self.lasting, LONG):
             return streak[-1]

@@ -39,7 +39,5 @@ def windows_of_stock(history: Iterable[Mapping[str, object]]) -> list[dict[str, 
 
 
 def settings_of_trl() -> Settings:
-    """
-    Settings of TRL's default, which the rules assume for a run of TRL, because its log names none.
-    """
+    """Settings of TRL's default, which the rules assume for a run of TRL, because its log names none."""
     return RolloutCorrectionConfig(rollout_correction="trl").settings

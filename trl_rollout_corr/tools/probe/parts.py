@@ -1,12 +1,11 @@
 """
-The parts of a gap, which add up to the whole, and settings that may make it smaller. It takes
-arrays of numpy and needs no TRL.
+The parts of a gap, which add up to the whole, and settings that may make it smaller. It takes arrays of numpy and
+needs no TRL.
 
-A chain of configurations, each of which scores the same tokens, leads from trainer to sampler, and
-each step changes one thing. So the log-ratio `d` of a token is the sum of its steps,
-`d = sum_i d_i`, and its `k3 = exp(d) - 1 - d` is split in proportion, `k3 * d_i / d`: the
-Aumann-Shapley value of the step. Noise that is unrelated to the other steps gets the `k3` that it
-would cause alone; a step that others undo gets less, perhaps less than 0.
+A chain of configurations, each of which scores the same tokens, leads from trainer to sampler, and each step changes
+one thing. So the log-ratio `d` of a token is the sum of its steps, `d = sum_i d_i`, and its `k3 = exp(d) - 1 - d` is
+split in proportion, `k3 * d_i / d`: the Aumann-Shapley value of the step. Noise that is unrelated to the other steps
+gets the `k3` that it would cause alone; a step that others undo gets less, perhaps less than 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +42,8 @@ _PARTS = {
     "truncation": (OPTIONS,),
     "penalty": (OPTIONS,),
 }
-# A part with at most the first share of the gap is in doubt and rules its causes out. A part with
-# the second share is found
+# A part with at most the first share of the gap is in doubt and rules its causes out. A part with the second share is
+# found
 SMALL, _LARGE = 0.2, 0.75
 LOW = ("bfloat16", "float16")
 _ALIKE = 1.2  # the fastest setting within this many times the smallest gap is taken
@@ -121,9 +120,7 @@ def eight_bits(engine: Mapping[str, Any]) -> list[str]:
 
 
 def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str, np.ndarray | str]]:
-    """
-    The part of each step of the chain, with the log-probabilities after it, or why there are none.
-    """
+    """The part of each step of the chain, with the log-probabilities after it, or why there are none."""
     logps, facts = first
 
     def of(change: str, side: Side) -> np.ndarray | str:
@@ -141,8 +138,7 @@ def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str
 
 def split_gap(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]]) -> list[Part]:
     """
-    Split the gap from `before` to the end of the chain. A step without log-probabilities belongs to
-    the next one.
+    Split the gap from `before` to the end of the chain. A step without log-probabilities belongs to the next one.
     """
     known = [before, *(logps for _, logps in chain if not isinstance(logps, str))]
     finite = np.isfinite(known).all(0)
@@ -166,8 +162,7 @@ def split_gap(before: np.ndarray, chain: Sequence[tuple[str, np.ndarray | str]])
 
 def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
     """
-    The diagnosis of tokens, without causes of surely small parts, and with the cause of a part that
-    is nearly all.
+    The diagnosis of tokens, without causes of surely small parts, and with the cause of a part that is nearly all.
     """
     *parts, whole = parts
     large = [part.name for part in parts if abs(part.k3) + part.error > SMALL * whole.k3]
@@ -231,9 +226,7 @@ def candidates(facts: ProcessFacts, *, quick: bool) -> dict[str, dict[str, Any]]
 
 
 def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Scored | str]) -> list[Trial]:
-    """
-    Trials of settings that were answered with scores and not with a reason, the smallest gap first.
-    """
+    """Trials of settings that were answered with scores and not with a reason, the smallest gap first."""
     trials = []
     for change, scored in {"nothing": first, **tried}.items():
         if isinstance(scored, str):
@@ -276,9 +269,8 @@ class Answer(NamedTuple):
 
 def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
     """
-    The answer that removes most of the gap: the remedy of a cause, which acts on the cause's share,
-    or the fastest of the settings with the smallest measured gap. No remedy of a normal cause beats
-    a tried setting.
+    The answer that removes most of the gap: the remedy of a cause, which acts on the cause's share, or the fastest of
+    the settings with the smallest measured gap. No remedy of a normal cause beats a tried setting.
     """
     best, gain = best_of(trials)
     causes = [finding for finding in diagnosis.findings if not finding.cause.normal]
@@ -298,10 +290,7 @@ def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
 
 
 def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
-    """
-    The fastest trial with about the smallest gap, or `None`, and the share of the gap that it
-    removes.
-    """
+    """The fastest trial with about the smallest gap, or `None`, and the share of the gap that it removes."""
     enough = max(_ALIKE * trials[0].k3, FLOOR**2 / 2)
     small = [trial for trial in trials if trial.k3 <= enough]
     (nothing,) = (trial for trial in trials if trial.change == "nothing")

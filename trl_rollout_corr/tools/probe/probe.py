@@ -1,7 +1,7 @@
 """
-The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the
-gap, and settings to try. It needs no TRL, because each trainer with its sampler runs in a separate
-process (`trl_rollout_corr/tools/probe/process.py`).
+The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the gap, and settings
+to try. It needs no TRL, because each trainer with its sampler runs in a separate process
+(`trl_rollout_corr/tools/probe/process.py`).
 """
 
 import os
@@ -33,8 +33,7 @@ from .parts import (
 )
 
 
-# Variables that vLLM reads at import: a small cache on a CPU, and the engine in the process of the
-# trainer
+# Variables that vLLM reads at import: a small cache on a CPU, and the engine in the process of the trainer
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _PAUSE = 5.0  # seconds between two lines of progress
 _SIZES = {"completions": 64, "length": 128}
@@ -43,9 +42,8 @@ _QUICK = {"completions": 8, "length": 32}
 
 def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     """
-    Start a trainer and its sampler as `run`, the arguments of the command, would. Returns the
-    diagnosis and two tables as text or JSON, and whether nothing needs to be done. Raises a
-    `ValueError` of one line if anything is unusable.
+    Start a trainer and its sampler as `run`, the arguments of the command, would. Returns the diagnosis and two tables
+    as text or JSON, and whether nothing needs to be done. Raises a `ValueError` of one line if anything is unusable.
     """
     request = {**run, **(_QUICK if run["quick"] else _SIZES)}
     request["completions"] = run["completions"] or request["completions"]
@@ -79,9 +77,7 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
 
 
 def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
-    """
-    Carry out a request in a separate process, which writes to a new folder, and show its progress.
-    """
+    """Carry out a request in a separate process, which writes to a new folder, and show its progress."""
     folder.mkdir()
     start = time.monotonic()
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:

@@ -1,8 +1,8 @@
 """
-A process of a probe: one trainer and one sampler, which begin to train as in the run and stop
-before the first step. A request is the `run` of `probe` (`tools/probe/probe.py`) with `output` (a
-folder), `settings` (fields that differ from the run), and perhaps `tokens` (a file of another
-process). The trainer need not score these again if all settings concern vLLM.
+A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step. A
+request is the `run` of `probe` (`tools/probe/probe.py`) with `output` (a folder), `settings` (fields that differ from
+the run), and perhaps `tokens` (a file of another process). The trainer need not score these again if all settings
+concern vLLM.
 """
 
 import dataclasses
@@ -62,9 +62,7 @@ _LENGTH = 8  # tokens to sample for measuring the time
 
 
 def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
-    """
-    Trainer class and configurations of trainer and model of a request. A `ValueError` if unusable.
-    """
+    """Trainer class and configurations of trainer and model of a request. A `ValueError` if unusable."""
     trainer_class, config_class = _TRAINERS[request["trainer"]]
     if "vllm_model_impl" in request.get("settings", {}):
         config_class = without_checks(config_class, check_shared_process)
@@ -96,18 +94,15 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Mod
 
 def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]:
     """
-    A configuration class with fewer checks, because a process that only samples may use settings
-    that break the forward pass of a trainer.
+    A configuration class with fewer checks, because a process that only samples may use settings that break the
+    forward pass of a trainer.
     """
     checks = [check for check in config_class._checks_of_trainer if check not in left_out]
     return type(config_class.__name__, (config_class,), {"_checks_of_trainer": checks})
 
 
 def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
-    """
-    The run with one batch of at least `completions`, of at most `length` tokens, and with other
-    `settings`.
-    """
+    """The run with one batch of at least `completions`, of at most `length` tokens, and with other `settings`."""
     size = min(args.per_device_train_batch_size, completions)
     batches = -(-completions // size)
     batches += batches * size % 2  # two completions for each prompt
@@ -155,8 +150,8 @@ class _StopBeforeTraining(TrainerCallback):
 
 class Probe:
     """
-    A trainer before its first step, which can sample and score its first batch repeatedly. `run` is
-    the configuration before it was shortened for the probe.
+    A trainer before its first step, which can sample and score its first batch repeatedly. `run` is the configuration
+    before it was shortened for the probe.
     """
 
     def __init__(self, trainer: Trainer, run: Config | None = None) -> None:
@@ -188,10 +183,7 @@ class Probe:
             return [self.trainer._score_alone(batch, most=len(batch["prompt_ids"])) for batch in batches]
 
     def observe(self, batches: list[TrlBatch], logps: list[torch.Tensor], again: list[torch.Tensor]) -> DumpedTokens:
-        """
-        Batches for a diagnosis, with log-probabilities of the trainer, `(B, T)` each, and of single
-        sequences.
-        """
+        """Batches for a diagnosis, with log-probabilities of the trainer, `(B, T)` each, and of single sequences."""
         rows: list[dict[str, Any]] = []
         for batch, ours, alone in zip(batches, logps, again, strict=True):
             mask = self.trainer._loss_mask(batch).bool()
@@ -212,8 +204,8 @@ class Probe:
 
 def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, scoring: bool = True) -> Scored:
     """
-    Sample unless batches are given, and score the tokens with both sides, or without `scoring` with
-    vLLM alone. Writes sampled tokens.
+    Sample unless batches are given, and score the tokens with both sides, or without `scoring` with vLLM alone. Writes
+    sampled tokens.
     """
     first = batches is None
     batches = probe.sample() if batches is None else batches
@@ -245,8 +237,8 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
 
 def by_trainer(probe: Probe, batches: list[TrlBatch], *, first: bool) -> tuple[dict[Side, list[torch.Tensor]], float]:
     """
-    Log-probabilities of the trainer, `(B, T)` per batch, and seconds to score once. Only the
-    `first` process scores in every way.
+    Log-probabilities of the trainer, `(B, T)` per batch, and seconds to score once. Only the `first` process scores in
+    every way.
     """
     start = time.perf_counter()
     scored = {Side.AS_IT_IS: probe.score(batches)}
@@ -278,10 +270,7 @@ def load_files(llm: Any) -> None:
 
 
 def bytes_of_weights(model: Any, llm: Any) -> int:
-    """
-    Bytes of the weights of both sides. vLLM's are computed, because it may keep packed weights
-    elsewhere.
-    """
+    """Bytes of the weights of both sides. vLLM's are computed, because it may keep packed weights elsewhere."""
     config = llm.llm_engine.vllm_config.model_config
     of_one = 1 if config.quantization else config.dtype.itemsize
     of_vllm = model.num_parameters() * of_one
@@ -289,10 +278,7 @@ def bytes_of_weights(model: Any, llm: Any) -> int:
 
 
 def of_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> tuple[np.ndarray, float]:
-    """
-    Log-probabilities, `(N,)`, of tokens that the engine reads as prompt, and the seconds to
-    continue.
-    """
+    """Log-probabilities, `(N,)`, of tokens that the engine reads as prompt, and the seconds to continue."""
     from vllm import SamplingParams
 
     model = llm.llm_engine.model_executor.driver_worker.get_model()
@@ -331,8 +317,8 @@ def tokens_in(tokenizer: Any, prompt: Any) -> int:
 
 def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) -> None:
     """
-    Shorten the engine's texts to the context of the model, and the completions to what the prompts
-    of these `lengths` leave. Raises a `ValueError` about prompts that are empty or leave nothing.
+    Shorten the engine's texts to the context of the model, and the completions to what the prompts of these `lengths`
+    leave. Raises a `ValueError` about prompts that are empty or leave nothing.
     """
     if min(lengths) == 0:
         raise ValueError(

@@ -1,9 +1,8 @@
 """
-Choices of the sampler that a trainer makes again in its own forward passes: `rollout_routing` and
-`rollout_support`.
+Choices of the sampler that a trainer makes again in its own forward passes: `rollout_routing` and `rollout_support`.
 
-They are kept when the sampler generates, travel as columns of the batch, which TRL shuffles and
-splits like all columns, and return in each forward pass over the batch.
+They are kept when the sampler generates, travel as columns of the batch, which TRL shuffles and splits like all
+columns, and return in each forward pass over the batch.
 
 `B` sequences of `S` tokens with padding, `T` of them of the completion.
 """
@@ -28,9 +27,7 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_he
 
 
 class Replays(Replay):
-    """
-    Replay of experts and of kept tokens for a trainer; each is `None` where it is not replayed.
-    """
+    """Replay of experts and of kept tokens for a trainer; each is `None` where it is not replayed."""
 
     def __init__(self, experts: Experts | None, kept_tokens: KeptTokens | None) -> None:
         self.experts, self.kept_tokens = experts, kept_tokens
@@ -48,8 +45,7 @@ class Replays(Replay):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
     ) -> dict[str, torch.Tensor]:
         """
-        Columns for a padded batch of prompts and completions that was just generated. Tokens and
-        mask are `(B, S)`.
+        Columns for a padded batch of prompts and completions that was just generated. Tokens and mask are `(B, S)`.
         """
         columns: dict[str, torch.Tensor] = {}
         for replay in self._all:
@@ -57,9 +53,7 @@ class Replays(Replay):
         return columns
 
     def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
-        """
-        Check the columns of a new batch. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss.
-        """
+        """Check the columns of a new batch. `loss_mask`, `(B, T)`, is non-zero on tokens of the loss."""
         if self.experts is not None:
             self.experts.check(batch, loss_mask)
 
@@ -137,10 +131,7 @@ def check_kept_tokens(trainer: Any) -> None:
 
 
 def experts_of(trainer: Any) -> Experts | None:
-    """
-    Replay of the experts that a trainer's sampler chooses, recorded from now on; `None` without
-    replay.
-    """
+    """Replay of the experts that a trainer's sampler chooses, recorded from now on; `None` without replay."""
     if trainer._settings.rollout_routing is None:
         return None
     models: Sequence[Any] = (trainer.model, getattr(trainer, "ref_model", None))

@@ -1,8 +1,8 @@
 """
 Replay of the experts that the sampler chose: `rollout_routing`.
 
-`B` completions, `P` and `T` tokens of prompts and completions with padding, `L` layers with a
-router, `k` experts per token.
+`B` completions, `P` and `T` tokens of prompts and completions with padding, `L` layers with a router, `k` experts per
+token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ ROUTES = "rollout_corr_routes"  # column of a batch, (B, P + T, L, k), experts t
 
 class Experts:
     """
-    Replay of experts in models with routers: the policy first, then a reference, both without
-    wrappers. `unwrap` returns a model without its wrappers.
+    Replay of experts in models with routers: the policy first, then a reference, both without wrappers. `unwrap`
+    returns a model without its wrappers.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], unwrap: Callable[[Any], torch.nn.Module]) -> None:
@@ -50,8 +50,8 @@ class Experts:
 
     def check(self, batch: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
         """
-        Refuse a sampler whose first generation comes without any route. Later, tokens without
-        routes are only reported.
+        Refuse a sampler whose first generation comes without any route. Later, tokens without routes are only
+        reported.
         """
         mask = loss_mask.bool().cpu()
         without = self.sampled.without(batch[ROUTES], mask)
@@ -83,9 +83,9 @@ class Experts:
     @contextmanager
     def over(self, model: Any, routes: torch.Tensor | None, *, trains: bool) -> Iterator[list[torch.Tensor]]:
         """
-        Replay routes, `(B, S, L, k)`, in the forward passes of a model over a batch. `trains` is
-        true for the policy in its loss. The returned list fills with the tokens whose experts
-        differ in the trainer, see [`RouterHooks.over`].
+        Replay routes, `(B, S, L, k)`, in the forward passes of a model over a batch. `trains` is true for the policy
+        in its loss. The returned list fills with the tokens whose experts differ in the trainer, see
+        [`RouterHooks.over`].
         """
         hooks = self._hooks.get(id(self.unwrap(model)))
         replayed = nullcontext(list[torch.Tensor]()) if hooks is None or routes is None else hooks.over(model, routes)

@@ -1,17 +1,16 @@
 """
 Log-probabilities over the tokens that truncated sampling kept: `rollout_support: replay`.
 
-With `top_p`, `top_k` or `min_p`, vLLM draws a token from a kept set `S`, and its log-probability is
-normalised over `S`. So is the trainer's here:
+With `top_p`, `top_k` or `min_p`, vLLM draws a token from a kept set `S`, and its log-probability is normalised over
+`S`. So is the trainer's here:
 
     log p(token) = logit(token) - log sum_{k in S} exp(logit(k))
 
-vLLM returns the kept sets as candidates, where the log-probability of a cut token is minus
-infinity. The trainer needs only the logits of kept tokens, from the hidden states below the head
-and the rows of the head.
+vLLM returns the kept sets as candidates, where the log-probability of a cut token is minus infinity. The trainer needs
+only the logits of kept tokens, from the hidden states below the head and the rows of the head.
 
-`B` completions, `T` completion tokens, `M` kept tokens of a completion, `V` tokens of the
-vocabulary, `H` the size of a hidden state.
+`B` completions, `T` completion tokens, `M` kept tokens of a completion, `V` tokens of the vocabulary, `H` the size of
+a hidden state.
 """
 
 import math
@@ -32,8 +31,7 @@ _TIES = 8
 # Elements of the head's rows, or of its gradient, in memory at once
 _ELEMENTS = 2**24
 
-# Columns of a batch. A token with a large set does not widen the others, as it would in a tensor
-# `(B, T, K)`
+# Columns of a batch. A token with a large set does not widen the others, as it would in a tensor `(B, T, K)`
 KEPT = "rollout_corr_kept"  # (B, M), ids of the kept tokens, one sampled token after another; then -1
 KEPT_SIZES = "rollout_corr_kept_sizes"  # (B, T), number of kept tokens of each token
 
@@ -42,9 +40,9 @@ class KeptTokens:
     """
     Replay of the tokens that truncated sampling kept.
 
-    The kept sets are read from candidates that a colocated vLLM, the `generation` of TRL, returns.
-    Without `top_k`, sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every kept
-    set. `temperature` divides logits, and `unwrap` returns a model without its wrappers.
+    The kept sets are read from candidates that a colocated vLLM, the `generation` of TRL, returns. Without `top_k`,
+    sampling gets a `top_k` of [`LARGEST`], so that the candidates hold every kept set. `temperature` divides logits,
+    and `unwrap` returns a model without its wrappers.
     """
 
     def __init__(self, generation: Any, temperature: float, unwrap: Callable[[Any], Any]) -> None:
@@ -69,9 +67,8 @@ class KeptTokens:
         token_ids: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[float | None]]:
         """
-        Store the kept sets of a generation, and return the log-probabilities of its sampled tokens.
-        A token with a set larger than the candidates gets no log-probability, and
-        `rollout_nan_policy` decides about it.
+        Store the kept sets of a generation, and return the log-probabilities of its sampled tokens. A token with a set
+        larger than the candidates gets no log-probability, and `rollout_nan_policy` decides about it.
         """
         sampled: list[list[float | None]] = []
         self._sets = []
@@ -135,8 +132,8 @@ def over_kept_tokens(
     **kwargs: Any,
 ) -> tuple:
     """
-    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's
-    log-probabilities. Entropies stay TRL's, over the whole vocabulary.
+    TRL's forward pass with log-probabilities over kept sets. Tokens without a set keep TRL's log-probabilities.
+    Entropies stay TRL's, over the whole vocabulary.
     """
     base = unwrap(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base  # the base of an adapter
@@ -160,8 +157,8 @@ def over_kept_tokens(
 
 class Sets(NamedTuple):
     """
-    Kept sets of `N` tokens, one after the other: the `ids`, `(P,)`, of all `P` kept tokens, the
-    `sizes`, `(N,)`, of the sets, and the place `own`, `(N,)`, of each sampled token among the `P`.
+    Kept sets of `N` tokens, one after the other: the `ids`, `(P,)`, of all `P` kept tokens, the `sizes`, `(N,)`, of
+    the sets, and the place `own`, `(N,)`, of each sampled token among the `P`.
     """
 
     ids: torch.Tensor
@@ -191,8 +188,8 @@ def kept_logps(
     states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sets: Sets, temperature: float
 ) -> torch.Tensor:
     """
-    Log-probabilities of sampled tokens over their kept sets, `(N,)`, in float32; from hidden
-    states, `(N, H)`, and the head of a model: `weight`, `(V, H)`, and `bias`, `(V,)`.
+    Log-probabilities of sampled tokens over their kept sets, `(N,)`, in float32; from hidden states, `(N, H)`, and the
+    head of a model: `weight`, `(V, H)`, and `bias`, `(V,)`.
     """
     logps: torch.Tensor = _KeptLogps.apply(states, weight, bias, *sets, temperature)
     return logps
@@ -200,11 +197,11 @@ def kept_logps(
 
 class _KeptLogps(torch.autograd.Function):
     """
-    [`kept_logps`] as an autograd function. It holds the rows of the head for a part of the tokens
-    at a time, and writes their gradient once.
+    [`kept_logps`] as an autograd function. It holds the rows of the head for a part of the tokens at a time, and
+    writes their gradient once.
 
-    With `p` the probabilities over a set, the gradient of a log-probability is, for the logit of a
-    kept token `k`, `1[k is the sampled token] - p(k)`.
+    With `p` the probabilities over a set, the gradient of a log-probability is, for the logit of a kept token `k`,
+    `1[k is the sampled token] - p(k)`.
     """
 
     @staticmethod
@@ -260,9 +257,8 @@ class _KeptLogps(torch.autograd.Function):
 
 def _parts(sizes: torch.Tensor, n_hidden: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """
-    Parts of the tokens with sets of similar size: their indices, `(n,)`, the places of their kept
-    tokens, `(n, k)`, and a mask of the places inside the set. A set of one token is in no part,
-    because its log-probability is 0.
+    Parts of the tokens with sets of similar size: their indices, `(n,)`, the places of their kept tokens, `(n, k)`,
+    and a mask of the places inside the set. A set of one token is in no part, because its log-probability is 0.
     """
     largest, starts = int(sizes.max()), sizes.cumsum(0) - sizes
     for width in (2**i for i in range(1, largest.bit_length() + 1)):
@@ -278,8 +274,8 @@ def _gradient_of_rows(
     weight: torch.Tensor, states: torch.Tensor, ids: torch.Tensor, of_token: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor:
     """
-    Gradient of the head, `(V, H)`: for each row the sum over the tokens that kept it of a factor,
-    `(P,)`, times a state. Each row is summed in float32 and written once.
+    Gradient of the head, `(V, H)`: for each row the sum over the tokens that kept it of a factor, `(P,)`, times a
+    state. Each row is summed in float32 and written once.
     """
     gradient, order = torch.zeros_like(weight), ids.argsort()
     rows, counts = ids[order].long().unique_consecutive(return_counts=True)

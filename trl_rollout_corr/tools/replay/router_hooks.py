@@ -20,9 +20,8 @@ class RouterHooks:
     """
     Hooks on the routers of a model. Between passes the routers work as the model defines them.
 
-    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], because
-    gradient checkpointing computes layers again in the backward pass. Other forward passes do not
-    get them.
+    A pass with gradient keeps its routes until the next one or [`RouterHooks.end`], because gradient checkpointing
+    computes layers again in the backward pass. Other forward passes do not get them.
     """
 
     def __init__(self, routers: Mapping[int, torch.nn.Module]) -> None:
@@ -52,9 +51,8 @@ class RouterHooks:
     @contextmanager
     def over(self, model: torch.nn.Module, routes: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """
-        Replay routes, `(B, S, L, k)`, in the forward passes of a model over chunks of the batch, in
-        order. The returned list fills chunk by chunk with the tokens whose experts differ in the
-        trainer, `(B * S,)` boolean.
+        Replay routes, `(B, S, L, k)`, in the forward passes of a model over chunks of the batch, in order. The
+        returned list fills chunk by chunk with the tokens whose experts differ in the trainer, `(B * S,)` boolean.
         """
         before, start, flipped = (self._routes, self._inside), 0, list[torch.Tensor]()
 

@@ -31,10 +31,7 @@ def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.
 
 
 class Kind(NamedTuple):
-    """
-    Output of a router class: its formula, and the places of logits, weights and experts in its
-    tuple.
-    """
+    """Output of a router class: its formula, and the places of logits, weights and experts in its tuple."""
 
     weights: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
     places: tuple[int, int, int] = (0, 1, 2)
@@ -59,8 +56,8 @@ ROUTERS = {
 
 def take(router: torch.nn.Module, output: tuple, experts: torch.Tensor) -> tuple:
     """
-    Output of a router with other experts, `(N, k)`. Their weights come from the logits of the
-    output, so the router still gets a gradient.
+    Output of a router with other experts, `(N, k)`. Their weights come from the logits of the output, so the router
+    still gets a gradient.
     """
     kind = ROUTERS[type(router).__name__]
     at_logits, at_weights, at_experts = kind.places
@@ -78,10 +75,7 @@ def chosen_experts(router: torch.nn.Module, output: tuple) -> torch.Tensor:
 
 
 def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """
-    Routers of a model by the index of their decoder layer. A `ValueError` without one, or with an
-    unknown class.
-    """
+    """Routers of a model by the index of their decoder layer. A `ValueError` without one, or with an unknown class."""
     routers: dict[int, torch.nn.Module] = {}
     unknown = set()
     for name, module in model.named_modules():

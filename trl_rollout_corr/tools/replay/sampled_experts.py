@@ -1,9 +1,9 @@
 """
 Experts that the sampler chose, by sequence, and their tensor in a batch.
 
-A sequence is a prompt with its completion, `n` tokens. The sampler never reads its last token, so
-there are `n - 1` rows of experts, `(n - 1, L, k)`: `L` layers with a router, `k` experts per token.
-`B` sequences of `S` tokens with padding.
+A sequence is a prompt with its completion, `n` tokens. The sampler never reads its last token, so there are `n - 1`
+rows of experts, `(n - 1, L, k)`: `L` layers with a router, `k` experts per token. `B` sequences of `S` tokens with
+padding.
 """
 
 import math
@@ -24,15 +24,13 @@ def no_route(experts: torch.Tensor) -> int:
 
 class SampledRoutes:
     """
-    Routes by sequence. `layers` are the decoder layers with a router, among the `n_layers` that the
-    sampler counts.
+    Routes by sequence. `layers` are the decoder layers with a router, among the `n_layers` that the sampler counts.
 
     Routes of two equal sequences are kept in the order of their generation.
 
     Attributes:
         problem (`str`, *optional*):
-            Reason why routes of the sampler did not fit, for the first sequence since
-            [`SampledRoutes.clear`].
+            Reason why routes of the sampler did not fit, for the first sequence since [`SampledRoutes.clear`].
     """
 
     def __init__(self, layers: Sequence[int], n_experts: int, top_k: int) -> None:
@@ -49,8 +47,7 @@ class SampledRoutes:
 
     def try_keep(self, tokens: Sequence[int], experts: Any) -> None:
         """
-        Keep the routes of a sequence like [`SampledRoutes.keep`], but note misfits as `problem` and
-        raise no error.
+        Keep the routes of a sequence like [`SampledRoutes.keep`], but note misfits as `problem` and raise no error.
         """
         try:
             self.keep(tokens, experts)
@@ -59,9 +56,8 @@ class SampledRoutes:
 
     def keep(self, tokens: Sequence[int], experts: Any) -> None:
         """
-        Keep the routes of a sequence: the `tokens` of prompt and completion, and the `experts` of
-        all but the last one in each decoder layer, `(n - 1, decoder layers, k)`. Raises a
-        `ValueError` if routes do not fit.
+        Keep the routes of a sequence: the `tokens` of prompt and completion, and the `experts` of all but the last one
+        in each decoder layer, `(n - 1, decoder layers, k)`. Raises a `ValueError` if routes do not fit.
         """
         if experts is None:
             raise ValueError(
@@ -84,8 +80,7 @@ class SampledRoutes:
                 "routes of tokens that it took from its prefix cache, or of a part of a sequence. Set "
                 f"`rollout_engine_kwargs: {{enable_prefix_caching: false}}`, and no `routed_experts_prompt_start`."
             )
-        # several experts of a token differ, so they are not all 0; a single one may be 0 for all
-        # tokens
+        # several experts of a token differ, so they are not all 0; a single one may be 0 for all tokens
         smallest = 0 if self.top_k == 1 else 1
         if n and not smallest <= routes.max() < self.n_experts:
             raise ValueError(
@@ -99,12 +94,11 @@ class SampledRoutes:
 
     def _rows_of(self, tokens: tuple[int, ...], n_before: int) -> torch.Tensor:
         """
-        Routes of the first tokens of a sequence, `(<= n - 1, L, k)`, which is in the batch
-        `n_before` times already.
+        Routes of the first tokens of a sequence, `(<= n - 1, L, k)`, which is in the batch `n_before` times already.
 
-        The experts of a token depend only on the tokens up to it. So another sequence that begins
-        with the same tokens provides valid routes for them. After a turn was cut, the latest such
-        sequence is taken; otherwise the one that shares most tokens.
+        The experts of a token depend only on the tokens up to it. So another sequence that begins with the same tokens
+        provides valid routes for them. After a turn was cut, the latest such sequence is taken; otherwise the one that
+        shares most tokens.
         """
         if routes := self._rows.get(tokens):
             return routes[n_before % len(routes)]
@@ -122,8 +116,8 @@ class SampledRoutes:
 
     def place(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         """
-        Routes of a padded batch, `(B, S, L, k)`, on the CPU. Padding, the last token of a sequence,
-        tokens that the sampler did not read and completions masked as a whole get no route.
+        Routes of a padded batch, `(B, S, L, k)`, on the CPU. Padding, the last token of a sequence, tokens that the
+        sampler did not read and completions masked as a whole get no route.
         """
         ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
         routes = torch.zeros(*ids.shape, len(self.layers), self.top_k, dtype=self.dtype)
@@ -140,9 +134,8 @@ class SampledRoutes:
 
     def without(self, routes: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """
-        Tokens of the loss, boolean, `(B, T)`, whose log-probability the trainer computes with its
-        own experts, because the token before lacks a route in `routes`, `(B, S, L, k)`. `mask`,
-        `(B, T)`, marks the tokens of the loss.
+        Tokens of the loss, boolean, `(B, T)`, whose log-probability the trainer computes with its own experts, because
+        the token before lacks a route in `routes`, `(B, S, L, k)`. `mask`, `(B, T)`, marks the tokens of the loss.
         """
         before = routes[:, -mask.shape[1] - 1 : -1, 0, 0]
         return mask.bool().cpu() & (before == no_route(routes))

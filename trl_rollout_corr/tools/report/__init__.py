@@ -1,7 +1,7 @@
 """
-The command `trl-rollout-corr report`: a run or a dump as one page, or two against each other. It
-works in three passes:
+The command `trl-rollout-corr report`: a run or a dump as one page, or two against each other. It works in three
+passes:
 
-`facts` computes the state, the findings and the diagnosis of a run. `compose` turns them into a
-page, which is data. `html_page` writes the page as HTML, `drawing` as a picture.
+`facts` computes the state, the findings and the diagnosis of a run. `compose` turns them into a page, which is data.
+`html_page` writes the page as HTML, `drawing` as a picture.
 """

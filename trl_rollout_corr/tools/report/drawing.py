@@ -1,6 +1,4 @@
-"""
-Pictures of charts: SVG for a page, and one PNG of a page. The only module that imports matplotlib.
-"""
+"""Pictures of charts: SVG for a page, and one PNG of a page. The only module that imports matplotlib."""
 
 import io
 import math
@@ -18,9 +16,8 @@ from ..formats import number, visible
 from .page import Chart, Page
 
 
-# Colours by role, in light and in dark mode. Data uses Okabe and Ito's colours, which colour-blind
-# readers tell apart. Pictures are drawn in the light colours. Each of them plays one role only, so
-# that the style sheet can replace it
+# Colours by role, in light and in dark mode. Data uses Okabe and Ito's colours, which colour-blind readers tell apart.
+# Pictures are drawn in the light colours. Each of them plays one role only, so that the style sheet can replace it
 COLORS = {
     "text": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#9aa4af"),
@@ -97,10 +94,7 @@ def png(page: Page) -> bytes:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """
-    Context with the package's style instead of the user's, and without warnings about missing
-    glyphs.
-    """
+    """Context with the package's style instead of the user's, and without warnings about missing glyphs."""
     with style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield

@@ -63,8 +63,8 @@ class Completions(NamedTuple):
 def choose_completions(sequences: Sequences, settings: Settings | None = None) -> Completions:
     """
     Choose about ten completions with a token of the loss: the ones that lost the largest sum of
-    `abs(advantage) * max(0, 1 - factor)` over their tokens, and some drawn at random, always the
-    same ones from a dump. `settings` names the rules that rejected tokens.
+    `abs(advantage) * max(0, 1 - factor)` over their tokens, and some drawn at random, always the same ones from a
+    dump. `settings` names the rules that rejected tokens.
     """
     factor = np.nan_to_num(sequences.coefficients)
     removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))
@@ -92,8 +92,8 @@ def effects_of(sequences: Sequences, row: int) -> np.ndarray:
 
 def reasons_of(sequences: Sequences, row: int, settings: Settings | None) -> list[str]:
     """
-    Reason why each token of a sequence gets no gradient, such as the criteria that reject it; empty
-    without a known reason.
+    Reason why each token of a sequence gets no gradient, such as the criteria that reject it; empty without a known
+    reason.
     """
     here = sequences.slice(row)
     criteria = {} if settings is None or sequences.keep[here].all() else rejected_by(sequences, row, settings)

@@ -22,9 +22,9 @@ _EMPTY = "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<title>Rollout report</titl
 
 def follow(build: Callable[[], str], output: Path, subject: str) -> str:
     """
-    Write the page again and again until Ctrl-C, which writes it a last time, without the tag that
-    reloads it. `build` returns the page. If it fails, the previous page stays, because a file of
-    the run may be half written. Returns the last line to print.
+    Write the page again and again until Ctrl-C, which writes it a last time, without the tag that reloads it. `build`
+    returns the page. If it fails, the previous page stays, because a file of the run may be half written. Returns the
+    last line to print.
     """
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):  # as on Windows, which lacks `nice`

@@ -1,7 +1,4 @@
-"""
-A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and
-narrow.
-"""
+"""A page as one HTML file: no script, nothing from the network, readable in light and dark, wide and narrow."""
 
 import math
 from typing import Any
@@ -38,9 +35,7 @@ def render(page: Page) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """
-    Text without marks that would reorder the page, such as in tokens, prompts and names of folders.
-    """
+    """Text without marks that would reorder the page, such as in tokens, prompts and names of folders."""
     if isinstance(value, Markup):
         return Markup(visible(str(value)))
     return visible(value) if isinstance(value, str) else value

@@ -17,8 +17,8 @@ from .page import Card, Chart, Curve, Section
 
 class Trend(NamedTuple):
     """
-    A chart of metrics: its title, and labels by metric. The healthy band belongs to the first
-    metric; the others are its parts.
+    A chart of metrics: its title, and labels by metric. The healthy band belongs to the first metric; the others are
+    its parts.
     """
 
     title: str
@@ -77,8 +77,7 @@ def draw_trends(
     alarms: Sequence[tuple[int, str]] = (),
 ) -> list[Chart]:
     """
-    Charts of the logged metrics over optimizer steps. One run draws every metric of a chart, two
-    runs only the first.
+    Charts of the logged metrics over optimizer steps. One run draws every metric of a chart, two runs only the first.
     """
     charts = (_chart(name, trend, logs, colors, alarms) for name, trend in trends.items())
     return [chart for chart in charts if chart is not None]
@@ -149,9 +148,7 @@ def _key(metric: str) -> str:
 
 
 def main_numbers(log: pd.DataFrame) -> list[Card]:
-    """
-    The four main numbers of a run, with their first values and healthy bands; none without a log.
-    """
+    """The four main numbers of a run, with their first values and healthy bands; none without a log."""
     if RATIO in log and _key("k3_kl") not in log:  # a log of TRL's own trainer
         trends = (OF_TRL["trl-ratio"], OF_TRL["trl-gap"], OF_TRL["length"], OVERVIEW["reward"])
         return [_main_number(trend, log) for trend in trends]
@@ -198,10 +195,7 @@ def overview(runs: Sequence[Facts]) -> Section:
 
 
 def _colors(runs: Sequence[Facts]) -> Sequence[str]:
-    """
-    Colours of curves. A run without correction always gets the second one, whatever it is compared
-    with.
-    """
+    """Colours of curves. A run without correction always gets the second one, whatever it is compared with."""
     corrects = [facts.run.settings is None or facts.run.settings.corrects for facts in runs]
     swap = not corrects[0] and corrects.count(False) < 2
     return ("second", "line", "third") if swap else COLORS
@@ -217,10 +211,7 @@ def more_trends(facts: Facts) -> Section | None:
 
 
 def rejected(facts: Facts) -> Section | None:
-    """
-    Section with the shares of rejected and down-weighted tokens, by criterion and by sign of the
-    advantage.
-    """
+    """Section with the shares of rejected and down-weighted tokens, by criterion and by sign of the advantage."""
     log, settings = facts.run.log, facts.run.settings
     means = log.replace([np.inf, -np.inf], np.nan).mean().dropna()
     criteria = settings.criteria if settings else ()

@@ -17,8 +17,8 @@ from .page import Page
 
 def write_report(sources: Sequence[str], output: str) -> str:
     """
-    Write the page (`.html`) or picture (`.png`) of one or two sources. Returns the state of each
-    run, the first line of its diagnosis, and the file name.
+    Write the page (`.html`) or picture (`.png`) of one or two sources. Returns the state of each run, the first line
+    of its diagnosis, and the file name.
     """
     _check_number(sources)
     path = _check_output(Path(output))
@@ -37,10 +37,7 @@ def in_a_terminal(page: Page) -> list[str]:
 
 
 def follow_report(sources: Sequence[str], output: str) -> str:
-    """
-    Write the page again every few seconds until Ctrl-C. Runs may begin later. Returns the last line
-    to print.
-    """
+    """Write the page again every few seconds until Ctrl-C. Runs may begin later. Returns the last line to print."""
     _check_number(sources)
     path = _check_output(Path(output))
     if path.suffix != ".html":

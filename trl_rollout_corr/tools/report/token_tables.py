@@ -18,11 +18,10 @@ _WORST = 20  # rows of the table of the worst tokens
 _AMONG = (200, 2000)
 _PER_COMPLETION = 3  # rows at most, so that one broken completion does not hide the others
 _AROUND = 6  # tokens of context on either side
-# The page begins with the texts that cause most rejections: at most `_FEW` texts, with at least the
-# share `_MOST` together. Each of them is rejected `_TIMES` as often as its share of all tokens
-# explains, which a frequent text cannot reach, and in `_COMPLETIONS` completions, so that one
-# broken completion does not count. Fewer than `_TOKENS` rejected tokens prove nothing.
-# `tests/test_lost_tokens.py` draws such tables at random.
+# The page begins with the texts that cause most rejections: at most `_FEW` texts, with at least the share `_MOST`
+# together. Each of them is rejected `_TIMES` as often as its share of all tokens explains, which a frequent text
+# cannot reach, and in `_COMPLETIONS` completions, so that one broken completion does not count. Fewer than `_TOKENS`
+# rejected tokens prove nothing. `tests/test_lost_tokens.py` draws such tables at random.
 _FEW, _MOST, _TIMES, _COMPLETIONS, _TOKENS = 5, 0.5, 3.0, 5, 30
 
 
@@ -68,9 +67,7 @@ class LostText(NamedTuple):
 
 
 class LostTable(NamedTuple):
-    """
-    The texts rejected most, the most frequent first, and the numbers that their shares refer to.
-    """
+    """The texts rejected most, the most frequent first, and the numbers that their shares refer to."""
 
     sign: str  # of the advantage: positive or negative
     rejected: int  # tokens
@@ -185,9 +182,7 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
 
 
 def concentration(lost: Lost, settings: Settings | None) -> str:
-    """
-    Sentences about a few texts that cause most rejections, and a remedy; empty without such texts.
-    """
+    """Sentences about a few texts that cause most rejections, and a remedy; empty without such texts."""
     if not lost.drawn:
         return ""
     found = [(table, rows) for table in lost.tables if (rows := few_texts(table))]
@@ -195,10 +190,7 @@ def concentration(lost: Lost, settings: Settings | None) -> str:
 
 
 def few_texts(table: LostTable) -> list[LostText]:
-    """
-    The fewest texts with most rejections of a table, without merely frequent ones; empty if none
-    exist.
-    """
+    """The fewest texts with most rejections of a table, without merely frequent ones; empty if none exist."""
     if table.rejected < _TOKENS:
         return []
     rows = [row for row in table.rows if row.share >= _TIMES * row.occurs and row.completions >= _COMPLETIONS][:_FEW]
@@ -241,9 +233,7 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
 
 
 def _wider(settings: Settings | None, positive: bool) -> str:
-    """
-    The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence.
-    """
+    """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
     for criterion in settings.criteria if settings else ():
         if criterion.directed:
             bound = criterion.upper if positive else -criterion.lower
@@ -252,10 +242,7 @@ def _wider(settings: Settings | None, positive: bool) -> str:
 
 
 def in_line(text: str) -> str:
-    """
-    The text of a token for a sentence, with visible spaces and line ends, and backticks that do not
-    mean code.
-    """
+    """The text of a token for a sentence, with visible spaces and line ends, and backticks that do not mean code."""
     return text.replace("`", "\u02cb").replace("\n", "\u21b5").replace(" ", "\u2423")
 
 

@@ -35,8 +35,8 @@ _ENGINE = "write arguments of vLLM's engine into `rollout_engine_kwargs`, such a
 _OF_SAMPLER = "a setting of the sampler that changes what is sampled, or its log-probabilities, changes every ratio"
 _PENALTY = "a penalty changes what vLLM samples but not what the trainer scores, so that every ratio would be off"
 _PROMPTS = "multiplied by `rollout.n`, it is `per_device_train_batch_size` times `{}`, of all processes"
-# Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same
-# meaning, or what to do instead
+# Settings of verl outside its section, without `actor_rollout_ref`: TRL's field of the same meaning, or what to do
+# instead
 COUNTERPARTS: dict[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("", "TRL has neither this estimator nor a value model, but GRPO and RLOO"),
     "algorithm.use_kl_in_reward": ("", _KL),
@@ -109,9 +109,7 @@ _LISTED, _SHOWN = 8, 30  # most settings of one section, and of all, that are na
 
 
 def counterpart(name: str) -> str | None:
-    """
-    The setting of `COUNTERPARTS` with a dotted name or above it. Its last part alone is enough.
-    """
+    """The setting of `COUNTERPARTS` with a dotted name or above it. Its last part alone is enough."""
     name = name.removeprefix("actor_rollout_ref.")
     name = _SHORT.get(name.lower(), name)
     if in_verl := next((key for key in _above(name) if key in AS_IN_VERL), None):
@@ -126,10 +124,7 @@ def _above(name: str) -> list[str]:
 
 
 def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
-    """
-    TRL's fields for settings of verl outside rollout correction. Warns where no counterpart is
-    exact.
-    """
+    """TRL's fields for settings of verl outside rollout correction. Warns where no counterpart is exact."""
     known = {
         name: key
         for name, value in settings.items()
@@ -162,10 +157,7 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
 def _divergence(
     settings: Mapping[str, object], known: Mapping[str, str], rloo: bool
 ) -> tuple[dict[str, object], set[str]]:
-    """
-    TRL's `beta` for verl's divergences from a reference model, and the names of the translated
-    settings.
-    """
+    """TRL's `beta` for verl's divergences from a reference model, and the names of the translated settings."""
     values = {key: settings[name] for name, key in known.items()}
     in_loss, in_reward = (parse_truth(read_value(values.get(key, False), key), key) for key in _DIVERGENCES)
     of_control = {name.rpartition("kl_ctrl.")[2]: name for name in settings if "kl_ctrl." in name}

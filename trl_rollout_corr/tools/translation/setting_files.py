@@ -1,7 +1,4 @@
-"""
-Files and arguments with settings, of this package and of other tools, and their translation. No
-torch.
-"""
+"""Files and arguments with settings, of this package and of other tools, and their translation. No torch."""
 
 import math
 import re
@@ -78,9 +75,7 @@ _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
 def read_yaml(text: str) -> Any:
-    """
-    Content of YAML. Raises a `ValueError` of one line for anything else, such as a shell script.
-    """
+    """Content of YAML. Raises a `ValueError` of one line for anything else, such as a shell script."""
     return read_document(text)[0]
 
 
@@ -138,9 +133,7 @@ def _about_options(options: list[str]) -> str:
 
 
 def read_file(path: str) -> str:
-    """
-    Text of a file of settings, or of standard input for `-`. Raises a `ValueError` of one line if it is no text.
-    """
+    """Text of a file of settings, or of standard input for `-`. Raises a `ValueError` of one line if it is no text."""
     try:
         if path == "-":
             return sys.stdin.read()
@@ -155,9 +148,9 @@ def read_file(path: str) -> str:
 
 def convert(arguments: list[str]) -> str:
     """
-    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a
-    training script of verl or SkyRL, to YAML of this package and of TRL. A warning names each
-    omitted setting. YAML of TRL or Axolotl is returned as a whole.
+    Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of
+    verl or SkyRL, to YAML of this package and of TRL. A warning names each omitted setting. YAML of TRL or Axolotl is
+    returned as a whole.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]) and not _is_option(arguments[0]):
         text = read_file(arguments[0])
@@ -187,9 +180,8 @@ def system_of(content: Mapping[str, Any]) -> str:
 
 def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
     """
-    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own
-    correction, or the fields for a section of verl or SkyRL in it, which is removed. Comments and
-    all other lines stay.
+    The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own correction, or the
+    fields for a section of verl or SkyRL in it, which is removed. Comments and all other lines stay.
     """
     sections = _sections_beside(content)
     ours = [name for name in content if name in FIELDS and name not in sections]
@@ -244,7 +236,9 @@ def _sections_beside(content: Mapping[str, Any]) -> list[str]:
 
 
 def _translate(sections: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, object]]:
-    """Fields for sections of verl or SkyRL, and TRL's fields for their other settings that the rest of the file lacks."""
+    """
+    Fields for sections of verl or SkyRL, and TRL's fields for their other settings that the rest of the file lacks.
+    """
     settings = dict(_leaves(sections))
     fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, _ONLY_VERL)
     added = to_trl(others)
@@ -313,8 +307,8 @@ def _with_plugin(text: str, node: yaml.Node | None) -> str:
 
 def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], options: Sequence[str] = ()) -> str:
     """
-    Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are
-    `of_verl`, next to `options` of the command.
+    Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are `of_verl`, next to
+    `options` of the command.
     """
     doubtful_options = suspicious_options(options)
     if doubtful_options and not settings:
@@ -397,8 +391,8 @@ def _leaves(content: object, above: str = "") -> Iterator[tuple[str, object]]:
 
 def _read_overrides(arguments: list[str]) -> tuple[dict[str, object], list[str]]:
     """
-    Dotted name and value of each argument of the form `key=value`, and the other options of the
-    command, which share one warning.
+    Dotted name and value of each argument of the form `key=value`, and the other options of the command, which share
+    one warning.
     """
     settings: dict[str, object] = {}
     options: list[str] = []
@@ -437,8 +431,7 @@ def _read_argument(key: str, text: str) -> object:
 
 def read_config(path: str) -> RolloutCorrectionConfig:
     """
-    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored.
-    Messages name the file.
+    Read settings of this package from a YAML file, such as a recipe. Other keys are ignored. Messages name the file.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -457,10 +450,7 @@ def read_config(path: str) -> RolloutCorrectionConfig:
 
 
 def own_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Fields of this package, and misspelt ones, among settings of TRL, which never share their
-    prefix.
-    """
+    """Fields of this package, and misspelt ones, among settings of TRL, which never share their prefix."""
     return {key: value for key, value in settings.items() if key in FIELDS or str(key).startswith("rollout_")}
 
 

@@ -1,8 +1,8 @@
 """
 Settings of SkyRL, translated to fields of [`RolloutCorrectionConfig`] by `from_skyrl`.
 
-This follows SkyRL's source of August 2026. Its bounds apply to the ratio (trainer over sampler),
-and it takes the trainer's log-probabilities before the step, as decoupled mode does here.
+This follows SkyRL's source of August 2026. Its bounds apply to the ratio (trainer over sampler), and it takes the
+trainer's log-probabilities before the step, as decoupled mode does here.
 """
 
 import math
@@ -209,9 +209,6 @@ def _named(criteria: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def _warn_if_idle(section: Mapping[str, Any], name: str, reason: str, *, idle: bool) -> None:
-    """
-    Warn about a bound that nothing reads, unless it is SkyRL's default, which every whole file
-    contains.
-    """
+    """Warn about a bound that nothing reads, unless it is SkyRL's default, which every whole file contains."""
     if idle and section.get(name) not in (None, _DEFAULTS[name], str(_DEFAULTS[name])):
         warn_idle(name, section[name], reason)

@@ -1,6 +1,6 @@
 """
-The reader of another tool's settings as text, and the translation of TRL's own correction to fields
-of [`RolloutCorrectionConfig`].
+The reader of another tool's settings as text, and the translation of TRL's own correction to fields of
+[`RolloutCorrectionConfig`].
 
 [`~trl_rollout_corr.tools.translation.verl`] translates settings of verl.
 """
@@ -31,10 +31,7 @@ OFF = {"rollout_correction": "disabled"}
 
 
 def read_value(value: object, key: str) -> object:
-    """
-    A value, with the text of null as `None`. Refuses empty text and variables that no shell
-    expanded.
-    """
+    """A value, with the text of null as `None`. Refuses empty text and variables that no shell expanded."""
     if not isinstance(value, str):
         return value
     if re.search(r"\$[{(\w]", value):
@@ -58,8 +55,5 @@ def read_keys(settings: Mapping[str, object], keys: tuple[str, ...], what: str) 
 
 
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
-    """
-    Fields for TRL's `vllm_importance_sampling_*` settings, which may be text; missing ones take
-    TRL's defaults.
-    """
+    """Fields for TRL's `vllm_importance_sampling_*` settings, which may be text; missing ones take TRL's defaults."""
     return fields_of(read_keys(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings"))

@@ -1,8 +1,8 @@
 """
 Settings of verl, translated to fields of [`RolloutCorrectionConfig`] by `from_verl`.
 
-A setting without an exact counterpart causes a warning. An unknown key or a value that cannot be
-translated raises a `ValueError`.
+A setting without an exact counterpart causes a warning. An unknown key or a value that cannot be translated raises a
+`ValueError`.
 """
 
 import difflib
@@ -17,8 +17,7 @@ from .trl import OFF, read_keys, read_value
 
 # Names of verl, as data -----------------------------------------------------------------------------------------------
 
-# Today's keys of verl's section, then the keys of its first version, then one that existed for a
-# few weeks
+# Today's keys of verl's section, then the keys of its first version, then one that existed for a few weeks
 VERL_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -33,8 +32,7 @@ VERL_KEYS = (
     "use_pure_rollout_correction",
     "use_policy_gradient",
 )
-# Keys of verl's first releases and their defaults, next to `rollout_is` (true or false) and
-# `rollout_is_threshold`
+# Keys of verl's first releases and their defaults, next to `rollout_is` (true or false) and `rollout_is_threshold`
 FIRST_KEYS = {
     "rollout_is_level": "token",
     "rollout_is_mode": "truncate",
@@ -56,13 +54,11 @@ FIRST_PRESETS: dict[str, dict[str, Any]] = {
     "ppo_is_bypass": {"rollout_correction": "bypass_ppo_clip", "rollout_is": "token", "rollout_is_threshold": 2.0},
     "pure_is": {"rollout_correction": "bypass_pg_is"},
 }
-# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded
-# the ratio itself.
+# Criteria whose bounds verl applies to the inverse of the ratio. By their first names they bounded the ratio itself.
 _INVERTED = ("token_k1", "seq_sum_k1", "seq_mean_k1")
 # Loss of bypass mode in the first version of the section, and in its next one
 _PURE = ("use_pure_rollout_correction", "use_policy_gradient")
-# The place where verl's loss reads the section, and the cap of token weights in its first weeks and
-# in FlashRL's patch
+# The place where verl's loss reads the section, and the cap of token weights in its first weeks and in FlashRL's patch
 _IN_LOSS = "actor_rollout_ref.actor.policy_loss."
 _CAPS = ("tis_imp_ratio_cap", "imp_ratio_cap")
 _LOSSES = ("ppo_clip", "reinforce")  # other systems use a `loss_type`, too
@@ -73,9 +69,7 @@ NOT_SET = object()
 
 
 def from_verl(section: object) -> dict[str, Any]:
-    """
-    Fields for the `rollout_correction` section of verl: today's or older keys, a preset, or null.
-    """
+    """Fields for the `rollout_correction` section of verl: today's or older keys, a preset, or null."""
     if isinstance(section, str):
         section = TRUTH.get(section.strip().lower(), read_value(section, "rollout_correction"))
     if section is None or section is False:
@@ -108,12 +102,9 @@ def is_first(section: Mapping[str, object]) -> bool:
 
 
 def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
-    """
-    Fields for the flat keys of verl's first releases, where a missing threshold switched everything
-    off.
-    """
-    # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the
-    # mask. The two agree with TRL's denominators, which still count rejected tokens.
+    """Fields for the flat keys of verl's first releases, where a missing threshold switched everything off."""
+    # Early releases set weights outside the bounds to 0, and later ones removed the tokens from the mask. The two
+    # agree with TRL's denominators, which still count rejected tokens.
     keys = ("rollout_is_threshold", "rollout_is", *FIRST_KEYS)
     settings = {**FIRST_KEYS, **read_keys(section, keys, "the `rollout_is*` keys of verl's first releases")}
     given = settings.get("rollout_is")
@@ -139,10 +130,7 @@ def _from_first(section: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _rejection(criteria: list[str], thresholds: list, settings: Mapping[str, object], veto: str) -> dict[str, Any]:
-    """
-    Fields of rejection. A veto rejects a completion if the ratio of any of its tokens is below its
-    threshold.
-    """
+    """Fields of rejection. A veto rejects a completion if the ratio of any of its tokens is below its threshold."""
     if settings.get(veto) is not None:
         criteria = [*criteria, "seq_max_k1"]
         thresholds = [*thresholds, [parse_number(settings[veto], veto), _INF]]
@@ -189,9 +177,7 @@ def _verl_thresholds(settings: dict[str, Any], names: list[str], criteria: list[
 
 
 def _inverted(bounds: Any, name: str) -> list[float]:
-    """
-    Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens.
-    """
+    """Turn bounds on the inverse of the ratio into bounds on the ratio that keep the same tokens."""
     lower, upper = bounds
     if lower == 0 or abs(lower * upper - 1) < 1e-9:  # verl refuses a lower bound of 0, so such bounds are on the ratio
         return [lower, upper]
@@ -206,10 +192,7 @@ def _inverted(bounds: Any, name: str) -> list[float]:
 
 
 def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object]]:
-    """
-    The section of verl among settings with dotted names, `NOT_SET` without one, and all other
-    settings.
-    """
+    """The section of verl among settings with dotted names, `NOT_SET` without one, and all other settings."""
     whole: object = NOT_SET
     section: dict[str, object] = {}
     others: dict[str, object] = {}
@@ -232,8 +215,8 @@ def split_verl(settings: Mapping[str, object]) -> tuple[object, dict[str, object
 
 def _with_older(section: object, others: dict[str, object]) -> tuple[object, dict[str, object]]:
     """
-    The section completed by verl's older settings outside it: a cap of token weights, and the
-    sampler's log-probabilities.
+    The section completed by verl's older settings outside it: a cap of token weights, and the sampler's
+    log-probabilities.
     """
     given = {} if section is NOT_SET else section
     if not isinstance(given, Mapping):
@@ -280,10 +263,7 @@ def _older_settings(others: Mapping[str, object]) -> tuple[dict[str, object], se
 
 
 def with_divergence(fields: dict[str, Any], others: dict[str, object]) -> dict[str, Any]:
-    """
-    Fields with verl's loss `dppo_tv` or `dppo_kl` around the sampler. Its clip ratios bound a
-    divergence.
-    """
+    """Fields with verl's loss `dppo_tv` or `dppo_kl` around the sampler. Its clip ratios bound a divergence."""
     mode = next((value for name, value in others.items() if name.endswith("policy_loss.loss_mode")), None)
     if mode not in ("dppo_tv", "dppo_kl") or not fields.get("bypass_mode"):
         return fields
