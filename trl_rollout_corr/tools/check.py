@@ -68,7 +68,6 @@ def _importing(purpose: str) -> Iterator[None]:
 
 
 def _cuda() -> str:
-    """State of CUDA, as PyTorch sees it."""
     import torch
 
     built = torch.version.cuda or torch.version.hip

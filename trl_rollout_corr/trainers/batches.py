@@ -186,7 +186,6 @@ class CorrectsBatches(_Host):
         )
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor, added up over all ranks."""
         summed: torch.Tensor = self.accelerator.reduce(tensor, reduction="sum")
         return summed
 

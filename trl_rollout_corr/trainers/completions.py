@@ -161,7 +161,6 @@ def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., 
 
 
 def _tokens(name: str, rows: Any, n: int) -> list[list[int]]:
-    """Tokens of `n` prompts or completions."""
     rows = _as_list(rows)
     if not isinstance(rows, list) or len(rows) != n:
         got = f"{len(rows)} lists" if isinstance(rows, list) else _short(rows)

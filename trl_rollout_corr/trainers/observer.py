@@ -113,7 +113,6 @@ class Observer:
         return self._finish(self.windows[now.mode].close(now.step))
 
     def _finish(self, window: Sequence[Sums]) -> dict[str, float]:
-        """Metrics by key."""
         settings, metrics = self.settings, dict[str, float]()
         rejects, weighs = bool(settings.criteria), settings.applies_weights
         for sums in window:

@@ -90,7 +90,6 @@ def _table_of(log: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _other_dumps(folder: Path, chosen: Path) -> list[str]:
-    """Names of the other dumps below a folder."""
     return [
         f"`{path.name}`" for path in sorted(folder.iterdir()) if path != chosen and path.is_dir() and files_of(path)
     ]

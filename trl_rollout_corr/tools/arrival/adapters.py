@@ -187,7 +187,6 @@ def _merged_into_copies(layers: list[Any]) -> Iterator[None]:
 
 
 def _change_parameters(module: Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace a module's own parameters."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = change(parameter)  # type: ignore[assignment]  # it works as a parameter

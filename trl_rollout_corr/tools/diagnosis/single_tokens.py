@@ -209,7 +209,6 @@ def offset(o: DumpedTokens) -> Evidence | None:
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
-    """Edges between bins with equal numbers of values."""
     return np.asarray(np.quantile(values, np.linspace(0, 1, min(BINS, max(len(values) // 20, 1)) + 1)[1:-1]))
 
 

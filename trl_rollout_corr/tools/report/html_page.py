@@ -42,7 +42,6 @@ def _visible(value: Any) -> Any:
 
 
 def _cell(value: str | float | None) -> str:
-    """Text or a number in a table."""
     if isinstance(value, str):
         return value
     return "-" if value is None or math.isnan(value) else number(value, 4)
