@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses
+from tests.tiny import StaleSampler
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, prompts
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.rounding import GROWTH, WIDEST, Rounding, count_sizes, measure_rounding, quantile
+from trl_rollout_corr.correction.rounding import (
+    GROWTH,
+    KEPT,
+    WIDEST,
+    Rounding,
+    count_sizes,
+    measure_rounding,
+    quantile,
+)
 
 
 def policies(spread, shape=(64, 40), seed=0):
@@ -99,6 +108,41 @@ def test_it_follows_what_rounding_becomes_but_not_without_limit():
     assert rounding.value[0] <= min(WIDEST, GROWTH * first[0])
 
 
+def test_a_step_counts_what_was_added_since_the_last_one():
+    rounding = Rounding()
+    rounding.add(counts(0.02))
+    rounding.preview(alone)
+    rounding.add(counts(0.01, seed=1))  # a preview of a part is no former value
+    rounding.settle(alone)
+    first = torch.stack([quantile(x) for x in counts(0.02) + counts(0.01, seed=1)])
+    torch.testing.assert_close(rounding.value, first)
+    rounding.add(counts(0.005, seed=2))
+    rounding.settle(alone)
+    now = torch.stack([quantile(x) for x in counts(0.005, seed=2)])
+    torch.testing.assert_close(rounding.value, KEPT * first + (1 - KEPT) * now)
+
+
+def test_broken_tokens_are_no_rounding():
+    """One token in twenty is a million times less likely for the trainer: its row of logits is broken."""
+    train, rollout = policies(0.01)
+    broken = torch.zeros_like(train, dtype=torch.bool)
+    broken[:, ::20] = True
+    train[broken] = rollout[broken] - math.log(1e6)
+    found = quantile(measure_rounding(train, rollout, torch.ones_like(train), torch.ones(len(train)))[1])
+    exact = (train - rollout)[~broken].abs().quantile(0.99)
+    torch.testing.assert_close(found.item(), exact.item(), rtol=0.06, atol=0)
+
+
+def test_rounding_moves_no_probability_further_than_its_limit():
+    rollout = torch.full((8, 8), math.log(0.99))
+    train = rollout - 3.0  # a probability of 0.05
+    rounding = Rounding()
+    rounding.add(measure_rounding(train, rollout, torch.ones(8, 8), torch.ones(8)))
+    rounding.preview(alone)
+    assert rounding.value[0] == WIDEST
+    torch.testing.assert_close(rounding.value[1].item(), 3.0, rtol=0.1, atol=0)  # a bin is a tenth wide
+
+
 def test_no_fresh_completion_leaves_it_as_it_is():
     rounding = Rounding()
     rounding.add(counts(0.01))
@@ -186,8 +230,6 @@ def test_old_weights_are_no_rounding(tmp_path, tiny_model_path, shared_engine):
 
 
 def test_a_sampler_of_unknown_age_is_no_rounding(tmp_path, tiny_model_path):
-    from tests.tiny import StaleSampler
-
     found = []
     for allowed in (True, False):
         sampler = StaleSampler(tiny_model_path, noise=0.5, min_length=8)
@@ -195,6 +237,54 @@ def test_a_sampler_of_unknown_age_is_no_rounding(tmp_path, tiny_model_path):
         trainer = build(*TRAINERS["grpo"], tiny_model_path, folder, sampler=sampler, rollout_allow_rounding=allowed)
         found.append(losses(trainer))
     assert found[0] == found[1]
+
+
+class AnnouncingSampler(StaleSampler):
+    """It announces weights of the given age at each optimizer step, the last one from then on."""
+
+    def __init__(self, model, *ages):
+        super().__init__(model, noise=0.02, min_length=8)
+        self.ages = ages
+
+    def __call__(self, prompts, trainer):
+        step = trainer.state.global_step
+        trainer.rollout_step = step - self.ages[min(step, len(self.ages) - 1)]
+        return super().__call__(prompts, trainer)
+
+
+def announced(model, folder, *ages, **fields):
+    """A run that has trained with samples of these ages."""
+    sampler = AnnouncingSampler(model, *ages)
+    trainer = build(*TRAINERS["grpo"], model, folder, sampler=sampler, max_steps=len(ages), **fields)
+    trainer.train()
+    return trainer
+
+
+def test_weights_of_the_step_before_are_no_rounding(tmp_path, tiny_model_path):
+    assert set(logged(announced(tiny_model_path, tmp_path, 1, 1), "rounding_tv")) == {0.0}
+
+
+def test_an_evaluation_is_not_measured(tmp_path, tiny_model_path):
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "extra": {"eval_dataset": prompts(4)}}
+    found = [
+        logged(announced(tiny_model_path, tmp_path / str(i), 0, 0, 0, **fields), "rounding_tv")
+        for i, fields in enumerate(({}, evaluates))
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_run_says_once_how_old_its_sampler_is_and_what_rounding_does(tmp_path, tiny_model_path, capfd):
+    trainer = announced(tiny_model_path, tmp_path, 0, 0, 8, 8)
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
+    assert [line.split(".")[0] for line in told] == [
+        "Rollout correction at step 1: the weights of the sampler are the newest",
+        "Rollout correction at step 3: the weights of the sampler are older than those of the trainer",
+    ]
+    tv, log_ratio = logged(trainer, "rounding_tv")[0], logged(trainer, "rounding_log_ratio")[0]
+    assert min(tv, log_ratio) > 0  # already in the first step
+    assert f"moves a probability by {tv:.2g}" in told[0]
+    assert f"the trust region begins at {0.2 + tv:.3g}" in told[0]
+    assert f"the weights of good tokens are 1 to within {100 * log_ratio:.2g} %" in told[0]
 
 
 @pytest.mark.vllm
