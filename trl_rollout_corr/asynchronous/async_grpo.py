@@ -139,7 +139,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     def _metadata(self) -> dict[str, str]:
         return {**super()._metadata(), "pushed": "adapter" if self._pushes.is_adapter else "weights"}
 
-    # Samples ----------------------------------------------------------------------------------------------------------
+    # Samples ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
         dataloader = super().get_train_dataloader()
@@ -168,7 +168,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         self._about |= engine_metadata(self._engine_config)  # in place, for the dump
         check_types(self._about)
 
-    # The loss ---------------------------------------------------------------------------------------------------------
+    # The loss --------------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,

@@ -58,8 +58,8 @@ class WatchedQueue:
         sample, self._last = self._last, None
         if sample is None:
             raise RuntimeError(
-                "TRL trains on a sample that it did not take from the queue of the rollout worker. This version of TRL is not "
-                "supported: install a version of trl that this release was tested with."
+                "TRL trains on a sample that it did not take from the queue of the rollout worker. This version of "
+                "TRL is not supported: install a version of trl that this release was tested with."
             )
         return sample
 
@@ -79,8 +79,9 @@ def checked(sample: RolloutSample) -> RolloutSample:
         )
     if np.shape(sample.old_log_probs) != np.shape(sample.input_ids):
         raise ValueError(
-            f"`old_log_probs` of a sample must have one entry per token of `input_ids`, got {np.shape(sample.old_log_probs)} "
-            f"for {np.shape(sample.input_ids)}. Set 0 for tokens without one, such as the prompt."
+            "`old_log_probs` of a sample must have one entry per token of `input_ids`, got "
+            f"{np.shape(sample.old_log_probs)} for {np.shape(sample.input_ids)}. Set 0 for tokens without one, such "
+            "as the prompt."
         )
     sampled = np.asarray(sample.completion_mask) != 0
     sample.old_log_probs = sampled_logps("old_log_probs", sample.old_log_probs, sampled)
@@ -171,8 +172,8 @@ def _check_order(batch: Mapping[str, Any], terms: list[list[np.ndarray]]) -> Non
         expected = np.repeat(np.arange(len(of_row)), [(numbers >= 0).sum() for numbers in of_row])
         if not np.array_equal(segments[index >= 0].numpy(), expected):
             raise RuntimeError(
-                "TRL packed the loss terms of a row in another order than the samples and their tokens. This version of TRL "
-                "is not supported: install a version of trl that this release was tested with."
+                "TRL packed the loss terms of a row in another order than the samples and their tokens. This version "
+                "of TRL is not supported: install a version of trl that this release was tested with."
             )
 
 

@@ -50,8 +50,8 @@ def find_parts() -> dict[str, Any]:
 
 def _refusal(missing: str) -> str:
     return (
-        f"The asynchronous trainer of trl {version('trl')} lacks parts that rollout correction uses: {missing}. Install a "
-        f"newer trl-rollout-corr, or {TESTED}; or train with `RolloutCorrectedGRPOTrainer`."
+        f"The asynchronous trainer of trl {version('trl')} lacks parts that rollout correction uses: {missing}. "
+        f"Install a newer trl-rollout-corr, or {TESTED}; or train with `RolloutCorrectedGRPOTrainer`."
     )
 
 

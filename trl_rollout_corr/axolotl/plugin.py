@@ -48,8 +48,8 @@ class RolloutCorrectionPlugin(BasePlugin):
         for name in ("context_parallel_size", "sequence_parallel_degree"):
             if (cfg.get(name) or 1) > 1:
                 raise ValueError(
-                    f"`{name}` is {cfg[name]!r}: log-probabilities of a completion are then on several ranks, and cannot be "
-                    "compared with the sampler's. Set it to 1."
+                    f"`{name}` is {cfg[name]!r}: log-probabilities of a completion are then on several ranks, and "
+                    "cannot be compared with the sampler's. Set it to 1."
                 )
         if not of_trl.get("use_vllm"):
             raise ValueError("`trl.use_vllm` is not true, so there is no sampler to correct for. Set it to true.")

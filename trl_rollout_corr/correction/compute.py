@@ -245,9 +245,9 @@ def _check_finite(statistics: Statistics) -> None:
     if broken := int(statistics["nonfinite"]):
         raise ValueError(
             f"{broken} of {int(statistics['mask_tokens'])} tokens lack a finite log-probability, and "
-            "`rollout_nan_policy` is 'raise'. NaN from vLLM, or None from TRL, means that a whole row of logits is broken. "
-            "Look for the cause there, or set `rollout_nan_policy` to 'drop' (the token leaves the loss) or 'neutralize' "
-            "(its ratio is taken as 1)."
+            "`rollout_nan_policy` is 'raise'. NaN from vLLM, or None from TRL, means that a whole row of logits is "
+            "broken. Look for the cause there, or set `rollout_nan_policy` to 'drop' (the token leaves the loss) or "
+            "'neutralize' (its ratio is taken as 1)."
         )
 
 

@@ -150,7 +150,7 @@ def collect(
     return Statistics(sum_names, max_names, vector, None if weights is None else weights.bounding, criteria)
 
 
-# The two policies -----------------------------------------------------------------------------------------------------
+# The two policies ----------------------------------------------------------------------------------------------------
 
 
 def _collect_policies(c: Columns, tokens: Tokens) -> None:
@@ -218,7 +218,7 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
     }
 
 
-# Importance weights ---------------------------------------------------------------------------------------------------
+# Importance weights --------------------------------------------------------------------------------------------------
 
 
 def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
@@ -288,7 +288,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
     return metrics
 
 
-# Rejection criteria ---------------------------------------------------------------------------------------------------
+# Rejection criteria --------------------------------------------------------------------------------------------------
 
 
 def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:

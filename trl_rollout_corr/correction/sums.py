@@ -88,7 +88,7 @@ class SegmentedSums(Sums):
         return cls(tuple(chain(*cls.SEGMENTS.values())), cls.MAXIMA, torch.cat([*parts, *maxima]))
 
 
-# Numbers ----------------------------------------------------------------------------------------------------------------
+# Numbers -------------------------------------------------------------------------------------------------------------
 
 
 def divide(total: float, count: float) -> float:

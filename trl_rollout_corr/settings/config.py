@@ -211,7 +211,7 @@ def _show_help() -> None:
 _show_help()
 
 
-# Fields that do not go together ---------------------------------------------------------------------------------------
+# Fields that do not go together --------------------------------------------------------------------------------------
 
 
 def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:

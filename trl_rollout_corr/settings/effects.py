@@ -69,7 +69,7 @@ def effects(settings: Settings, fields: Mapping[str, Any]) -> list[Effect]:
     return [effect for part in parts for effect in part]
 
 
-# TRL's own correction -------------------------------------------------------------------------------------------------
+# TRL's own correction ------------------------------------------------------------------------------------------------
 
 
 def _of_trl(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
@@ -81,14 +81,14 @@ def _of_trl(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
         if off and bounds:
             yield Effect(
                 next(iter(bounds)),
-                f"{_listed(bounds)} {_have(bounds)} no effect: `{SWITCH}` is False, so that nothing corrects the loss. "
-                f"Remove {_it(bounds)}, or set `{SWITCH}` to True.",
+                f"{_listed(bounds)} {_have(bounds)} no effect: `{SWITCH}` is False, so that nothing corrects the "
+                f"loss. Remove {_it(bounds)}, or set `{SWITCH}` to True.",
             )
         elif bounds and not fields.get("use_vllm", True):
             yield Effect(
                 next(iter(bounds)),
-                f"{_listed(bounds)} {_have(bounds)} no effect: `use_vllm` is False, and TRL corrects completions of vLLM "
-                f"alone. Remove {_it(bounds)}, or set `use_vllm` to True.",
+                f"{_listed(bounds)} {_have(bounds)} no effect: `use_vllm` is False, and TRL corrects completions of "
+                f"vLLM alone. Remove {_it(bounds)}, or set `use_vllm` to True.",
             )
         return
     if fields.get("rollout_correction", "default") != "default":  # then switching TRL's correction off repeats it
@@ -98,9 +98,9 @@ def _of_trl(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
         name = acting if acting and settings.rollout_correction is None else "rollout_correction"
         yield Effect(
             next(iter(given)),
-            f"{_listed(given)} {_have(given)} no effect: `{name}` is {getattr(settings, name)!r}, which replaces TRL's own "
-            "correction. To keep TRL's with these fields, set `rollout_correction: trl`; to train without any "
-            "correction, set it to disabled.",
+            f"{_listed(given)} {_have(given)} no effect: `{name}` is {getattr(settings, name)!r}, which replaces "
+            "TRL's own correction. To keep TRL's with these fields, set `rollout_correction: trl`; to train without "
+            "any correction, set it to disabled.",
         )
 
 
@@ -116,7 +116,7 @@ def _it(fields: Mapping[str, Any]) -> str:
     return "it" if len(fields) == 1 else "them"
 
 
-# The distribution of the sampler --------------------------------------------------------------------------------------
+# The distribution of the sampler -------------------------------------------------------------------------------------
 
 
 def distortions(fields: Mapping[str, Any]) -> dict[str, object]:
@@ -146,13 +146,13 @@ def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
         replay = " set `rollout_support` to 'replay' (`top_p`, `top_k` and `min_p`),"
     yield Effect(
         next(iter(changed)),
-        f"{_listed(changed)} {'changes' if len(changed) == 1 else 'change'} the distribution vLLM samples from, but not the "
-        "one the trainer computes, so that every ratio is off by the probability mass that was cut or moved. Leave "
-        f"{_it(changed)} at the default,{replay} or expect biased ratios, weights and rejections.",
+        f"{_listed(changed)} {'changes' if len(changed) == 1 else 'change'} the distribution vLLM samples from, but "
+        "not the one the trainer computes, so that every ratio is off by the probability mass that was cut or moved. "
+        f"Leave {_it(changed)} at the default,{replay} or expect biased ratios, weights and rejections.",
     )
 
 
-# The length of completions --------------------------------------------------------------------------------------------
+# The length of completions -------------------------------------------------------------------------------------------
 
 
 def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:

@@ -181,7 +181,7 @@ def _criterion(name: str, bounds: Any) -> Criterion:
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
 
 
-# In words -------------------------------------------------------------------------------------------------------------
+# In words ------------------------------------------------------------------------------------------------------------
 
 _UNITS = {"token": "token", "turn": "turn", "seq": "completion"}
 _RATIOS = {"": "ratio is", "sum": "product of ratios is", "mean": "mean ratio is", "max": "tokens have a ratio"}

@@ -145,8 +145,8 @@ def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) ->
         return []
     if value is None:
         remedy = (
-            "Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 for "
-            "k2 and k3."
+            "Give one entry per criterion: bounds on the ratio such as [0.5, 2.0] for k1, an upper bound such as 0.01 "
+            "for k2 and k3."
         )
         raise SettingError("rollout_rs", criteria, f"but `{_REJECTION}` is not set", remedy=remedy)
     parsed = parse_structure(value, _REJECTION)

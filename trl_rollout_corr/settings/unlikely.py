@@ -40,13 +40,14 @@ def _hardly_meant(name: str, entry: Bounds) -> str:
     whole = "turn" if name.startswith("turn") else "completion"
     if "_mean_" in name and name.endswith(("k2", "k3", "kl")) and bounds[0] > _LARGEST_MEAN:
         return (
-            f"a mean over a {whole}, in nats per token, which is about 0.001 in healthy runs. So it rejects hardly any "
-            f"{whole}. A common bound is 0.01; for single tokens take `token_{name.rpartition('_mean_')[2]}`."
+            f"a mean over a {whole}, in nats per token, which is about 0.001 in healthy runs. So it rejects hardly "
+            f"any {whole}. A common bound is 0.01; for single tokens take `token_{name.rpartition('_mean_')[2]}`."
         )
     lowest, largest = _MEAN_RATIOS
     if "_mean_k1" in name and (0 < bounds[0] < lowest or largest < bounds[1] < math.inf):
         return (
-            f"a geometric mean of ratios of a {whole}, which is about 1 in healthy runs. So it rejects hardly any {whole}. "
-            f"A common pair is [0.99, 1.01]; for the worst token of a {whole} take `{name.replace('_mean_', '_max_')}`."
+            f"a geometric mean of ratios of a {whole}, which is about 1 in healthy runs. So it rejects hardly any "
+            f"{whole}. A common pair is [0.99, 1.01]; for the worst token of a {whole} take "
+            f"`{name.replace('_mean_', '_max_')}`."
         )
     return ""

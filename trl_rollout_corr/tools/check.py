@@ -26,7 +26,7 @@ _MISSPELT = 0.8  # similarity from which a name counts as misspelt, and not as t
 _TRAINERS = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}
 
 
-# The installation -----------------------------------------------------------------------------------------------------
+# The installation ----------------------------------------------------------------------------------------------------
 
 
 def check_installation(*, as_json: bool = False) -> tuple[str, bool]:
@@ -97,7 +97,7 @@ def _untested() -> str:
     return f" It is newer than the tested releases ({OLDEST} to {NEWEST_TESTED})." if is_untested(release()) else ""
 
 
-# A file of settings ---------------------------------------------------------------------------------------------------
+# A file of settings --------------------------------------------------------------------------------------------------
 
 
 def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) -> tuple[str, bool]:
@@ -124,8 +124,8 @@ def _check_settings(
     for name in [name for name in settings if name not in known]:
         if knowing := {other: cls.__name__ for other, cls in others.items() if name in _fields(cls)}:
             mistakes.append(
-                f"`{name}` is a field of {' and '.join(knowing.values())}, and {config_class.__name__} refuses it. Remove "
-                f"it, or train with {' or '.join(knowing)}."
+                f"`{name}` is a field of {' and '.join(knowing.values())}, and {config_class.__name__} refuses it. "
+                f"Remove it, or train with {' or '.join(knowing)}."
             )
         elif name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
             mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
@@ -197,8 +197,8 @@ def _refused_by_trainer(config: Any, settings: Mapping[str, Any]) -> list[str]:
     packed = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
     if packed and settings.get("use_peft") and config.use_vllm and config.vllm_mode == "server":
         mistakes.append(
-            f"`{packed[0]}` is true with `use_peft` and `vllm_mode: server`, and a server cannot read packed weights in a "
-            "push. Set `vllm_mode` to colocate, or remove it."
+            f"`{packed[0]}` is true with `use_peft` and `vllm_mode: server`, and a server cannot read packed weights "
+            "in a push. Set `vllm_mode` to colocate, or remove it."
         )
     if getattr(config, "sync_ref_model", False) and config.beta == 0:
         mistakes.append("`sync_ref_model` is true while `beta` is 0, so that there is no reference model. Remove it.")
@@ -218,8 +218,8 @@ def _warned_about_sampler(config: Any, trainer: str, *, given: bool) -> list[str
     state = "is false" if given else "is not set, and false by default"
     unless = "" if trainer == "rloo" else ", or passes a `rollout_func`"
     return [
-        f"`use_vllm` {state}. Then there are no log-probabilities of a sampler, and the trainer refuses to start, unless your "
-        f"script sets it{unless}. Add `use_vllm: true`."
+        f"`use_vllm` {state}. Then there are no log-probabilities of a sampler, and the trainer refuses to start, "
+        f"unless your script sets it{unless}. Add `use_vllm: true`."
     ]
 
 

@@ -14,13 +14,13 @@ from ..trainers.versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
 _SPECULATION = (
-    "Perhaps the log-probabilities belong to other tokens than the sampled ones: with n-gram speculation in vLLM 0.31 and "
-    "fresh float32 weights, `k3_kl` rose to 0.55, and up to 10 percent of the tokens came without a finite "
+    "Perhaps the log-probabilities belong to other tokens than the sampled ones: with n-gram speculation in vLLM 0.31 "
+    "and fresh float32 weights, `k3_kl` rose to 0.55, and up to 10 percent of the tokens came without a finite "
     "log-probability. Other methods of speculation are untested"
 )
 _OLD_CACHE = (
-    "Perhaps keys and values of old weights survive a push there, because only vLLM's own cache is known to be cleared. "
-    "Completions would then continue from them"
+    "Perhaps keys and values of old weights survive a push there, because only vLLM's own cache is known to be "
+    "cleared. Completions would then continue from them"
 )
 _OTHER_IMAGES = "Perhaps vLLM sees other images or frames than the trainer, which takes them from its own processor"
 # Arguments that TRL or rollout correction sets, with the way to change them
@@ -160,16 +160,16 @@ def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
     overrides = kwargs.get("hf_overrides")
     if isinstance(overrides, Mapping) and (parts := [key for key in overrides if key not in _PRECISIONS]):
         warn(
-            f"`{field}` changes {', '.join(map(repr, parts))} of the model's configuration by 'hf_overrides': perhaps vLLM "
-            "then computes another model than the trainer. Make the same change in the trainer's model, in the "
+            f"`{field}` changes {', '.join(map(repr, parts))} of the model's configuration by 'hf_overrides': perhaps "
+            "vLLM then computes another model than the trainer. Make the same change in the trainer's model, in the "
             "`config.json` of its folder.",
             field,
         )
     defaults = kwargs.get("override_generation_config")
     if isinstance(defaults, Mapping) and (idle := [name for name in _OF_SAMPLING if name in defaults]):
         warn(
-            f"`{field}` sets {', '.join(map(repr, idle))} in 'override_generation_config', which has no effect: TRL gives "
-            "vLLM these options with each prompt. Set TRL's fields of these names.",
+            f"`{field}` sets {', '.join(map(repr, idle))} in 'override_generation_config', which has no effect: TRL "
+            "gives vLLM these options with each prompt. Set TRL's fields of these names.",
             field,
         )
     if kwargs.get("quantization_config") and kwargs.get("quantization") is None:
@@ -197,9 +197,9 @@ def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
     seed = kwargs.get("seed")
     if colocated and seed is not None:
         warn(
-            f"`generation_kwargs` sets `seed` to {seed!r}, which vLLM uses for each completion: all completions of a prompt "
-            "are drawn with the same random numbers and are equal, so there is nothing to learn from. Remove it; "
-            "TRL's `seed` makes a run repeatable.",
+            f"`generation_kwargs` sets `seed` to {seed!r}, which vLLM uses for each completion: all completions of a "
+            "prompt are drawn with the same random numbers and are equal, so there is nothing to learn from. Remove "
+            "it; TRL's `seed` makes a run repeatable.",
             "generation_kwargs",
         )
     known = known_sampling_options()
@@ -227,8 +227,8 @@ def check_generation_kwargs(config: Any) -> None:
         value = overrides.get(name, needed)
         if type(value) is not int or value != needed:
             raise ValueError(
-                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs one "
-                "log-probability of every sampled token. Remove it."
+                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs "
+                "one log-probability of every sampled token. Remove it."
             )
 
 
@@ -256,8 +256,8 @@ def check_support(config: Any, settings: Settings, *, truncates: bool) -> None:
     reason = None
     if is_untested(INSTALLED):
         reason = (
-            f"trl {INSTALLED} is newer than {NEWEST_TESTED}, and may compute log-probabilities over the kept tokens itself. "
-            f"Install {TESTED}, or leave truncated sampling to TRL"
+            f"trl {INSTALLED} is newer than {NEWEST_TESTED}, and may compute log-probabilities over the kept tokens "
+            f"itself. Install {TESTED}, or leave truncated sampling to TRL"
         )
     elif config.vllm_mode != "colocate":
         reason = (

@@ -35,8 +35,8 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
         working = [] if scheme == "online" or computes(scheme) else [repr(x) for x in schemes() if computes(x)]
         if working:
             raise ValueError(
-                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. Set it to {' or '.join(working)}, "
-                f"which {'work' if len(working) > 1 else 'works'} here."
+                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. Set it to "
+                f"{' or '.join(working)}, which {'work' if len(working) > 1 else 'works'} here."
             ) from error
         error.add_note(
             f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other layers "
@@ -76,8 +76,8 @@ def check_scheme(scheme: object, of_trl: Mapping[str, Any]) -> None:
     config = AutoConfig.from_pretrained(of_trl["model"], trust_remote_code=of_trl.get("trust_remote_code", False))
     if of_trl.get("quantization") is not None or getattr(config, "quantization_config", None):
         raise ValueError(
-            f"{_named(scheme)}, but the trainer's model is quantised already. Remove `quantization`, or train a model of "
-            "16 or 32 bits: without `load_in_8bit` and `load_in_4bit`, and not a quantised checkpoint."
+            f"{_named(scheme)}, but the trainer's model is quantised already. Remove `quantization`, or train a model "
+            "of 16 or 32 bits: without `load_in_8bit` and `load_in_4bit`, and not a quantised checkpoint."
         )
 
 

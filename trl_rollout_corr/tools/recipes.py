@@ -25,7 +25,7 @@ def write_recipes(folder: str | Path) -> str:
         shutil.copytree(source() / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     count = len(list(folder.glob("recipes/*/*.yaml")))
     return (
-        f"Wrote {count} recipes and configurations to {folder / 'recipes'}, and scripts for them to {folder / 'examples'}.\n"
-        f"Next:\n    cd {folder}\n    accelerate launch --config_file recipes/accelerate/cpu.yaml examples/grpo.py "
-        "--config recipes/grpo/cpu.yaml\n"
+        f"Wrote {count} recipes and configurations to {folder / 'recipes'}, and scripts for them to "
+        f"{folder / 'examples'}.\nNext:\n    cd {folder}\n    accelerate launch --config_file "
+        "recipes/accelerate/cpu.yaml examples/grpo.py --config recipes/grpo/cpu.yaml\n"
     )

@@ -109,8 +109,8 @@ class CorrectsBatches(_Host):
         for name, value in _fields_of(self.args).items():
             if value != self._fields[name]:
                 raise ValueError(
-                    f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when the "
-                    "settings are read. Build the trainer with the new value."
+                    f"`{name}` is {value!r}, but was {self._fields[name]!r} when the trainer was built, which is when "
+                    "the settings are read. Build the trainer with the new value."
                 )
         self._observer.restart()  # a run that was interrupted within a step leaves sums
         checkpoint = kwargs.get("resume_from_checkpoint", args[0] if args else None)
@@ -153,7 +153,7 @@ class CorrectsBatches(_Host):
     def _now(self) -> Moment:
         return Moment("train" if self.model.training else "eval", self.state.global_step)
 
-    # The correction ---------------------------------------------------------------------------------------------------
+    # The correction --------------------------------------------------------------------------------------------------
 
     def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Tokens of the loss, `(B, T)`."""
@@ -244,7 +244,7 @@ class CorrectsBatches(_Host):
         usable = correction.keep & (correction.log_ratio.abs() <= LOG_RATIO_BOUND)
         return torch.where(usable, current - correction.log_ratio, current), corrected.coefficients * usable
 
-    # Logging ----------------------------------------------------------------------------------------------------------
+    # Logging ---------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer logs losses and runtimes on every rank. Other logs may come from user code on one rank, where the

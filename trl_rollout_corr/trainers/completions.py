@@ -44,7 +44,8 @@ def rows_of(name: str, rows: Any, lengths: Sequence[int] | None, advice: str = "
     for i, (row, length) in enumerate(zip(read, lengths or map(len, read), strict=True)):
         if len(row) != length:
             raise ValueError(
-                f"`{name}[{i}]` must have one entry per token of the completion, got {len(row)} for {length} tokens. {advice}"
+                f"`{name}[{i}]` must have one entry per token of the completion, got {len(row)} for {length} tokens. "
+                f"{advice}"
             )
     return read
 
@@ -65,7 +66,7 @@ def _whole_numbers(name: str, i: int, row: list[Any]) -> list[int]:
     return [operator.index(value) for value in row]
 
 
-# Log-probabilities ----------------------------------------------------------------------------------------------------
+# Log-probabilities ---------------------------------------------------------------------------------------------------
 
 
 def numbers(logps: Any) -> np.ndarray:
@@ -86,8 +87,9 @@ def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
     above = np.flatnonzero(sampled & (values > _ROUNDING))
     if len(above):
         raise ValueError(
-            f"`{name}[{above[0]}]` is {values[above[0]]:.6g}, but a log-probability is at most 0. Return the logarithm of the "
-            "probability that the token was sampled with, in nats, not the probability or the logarithm with another sign."
+            f"`{name}[{above[0]}]` is {values[above[0]]:.6g}, but a log-probability is at most 0. Return the "
+            "logarithm of the probability that the token was sampled with, in nats, not the probability or the "
+            "logarithm with another sign."
         )
     return values
 
@@ -101,22 +103,23 @@ def read_logprobs(
     """
     if logprobs is None:
         raise ValueError(
-            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or return "
-            "them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of each sampled "
-            "token, after temperature."
+            "The completions came without log-probabilities, which rollout correction needs. Set `use_vllm=True`, or "
+            "return them as `logprobs` from your `rollout_func`: one list per completion with the log-probability of "
+            "each sampled token, after temperature."
         )
     rows = rows_of(
         "logprobs",
         logprobs,
         lengths,
-        "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after sampling.",
+        "Check that `rollout_func` neither drops nor appends tokens (an end-of-sequence token, for instance) after "
+        "sampling.",
     )
     for i, row in enumerate(rows):
         for t, value in enumerate(row):
             if isinstance(value, list):
                 raise ValueError(
-                    f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM returned "
-                    "several candidates per token, keep the log-probability of the sampled one."
+                    f"`logprobs[{i}]` must be a flat list with one number per token, got nested lists. If vLLM "
+                    "returned several candidates per token, keep the log-probability of the sampled one."
                 )
             if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
                 raise ValueError(f"`logprobs[{i}][{t}]` must be a number or None, got {_short(value)}.")
@@ -127,7 +130,7 @@ def read_logprobs(
     ]
 
 
-# A user's function ----------------------------------------------------------------------------------------------------
+# A user's function ---------------------------------------------------------------------------------------------------
 
 
 def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
@@ -189,8 +192,8 @@ def _checked_turns(turn_ids: Any, lengths: Sequence[int]) -> list[list[int]]:
             before = turns[t - 1] if t else 0
             if not hasattr(turn, "__index__") or turn < before:
                 raise ValueError(
-                    f"`turn_ids[{i}][{t}]` is {turn!r} after {before!r}, but turns follow one another: use whole numbers from "
-                    "0 that never decrease along a completion."
+                    f"`turn_ids[{i}][{t}]` is {turn!r} after {before!r}, but turns follow one another: use whole "
+                    "numbers from 0 that never decrease along a completion."
                 )
     return [[operator.index(turn) for turn in turns] for turns in rows]
 
@@ -200,8 +203,8 @@ def _check_fields_of_rewards(result: Mapping[str, Any], n: int) -> None:
     for key in result.keys() - {"logprobs"}:
         if isinstance(result[key], list) and len(result[key]) < n:
             raise ValueError(
-                f"`{key}` has {len(result[key])} entries for {n} completions, and TRL gives the reward functions one each. "
-                "Return one entry per completion, or one value that is no list."
+                f"`{key}` has {len(result[key])} entries for {n} completions, and TRL gives the reward functions one "
+                "each. Return one entry per completion, or one value that is no list."
             )
 
 
@@ -216,10 +219,10 @@ def _warn_about_masks(result: Mapping[str, Any], told: set[str]) -> None:
         told.add(key)
         tokens = "the tokens of each completion" if lengths == completions else "prompt and completion"
         warn(
-            f"Tokens where `{key}` is 0 may be trained on as if the model had written them: `rollout_func` returns `{key}`, "
-            f"which has a 0 or 1 for {tokens}, and no `env_mask`, and TRL gives `{key}` to the reward functions alone. If it "
-            "is 0 on tokens of tools or of an environment, return it as `env_mask`, with one number for each token of the "
-            "completion."
+            f"Tokens where `{key}` is 0 may be trained on as if the model had written them: `rollout_func` returns "
+            f"`{key}`, which has a 0 or 1 for {tokens}, and no `env_mask`, and TRL gives `{key}` to the reward "
+            "functions alone. If it is 0 on tokens of tools or of an environment, return it as `env_mask`, with one "
+            "number for each token of the completion."
         )
 
 

@@ -102,7 +102,7 @@ class Rescoring(ForwardPass):
         return self.batch
 
 
-# Scoring --------------------------------------------------------------------------------------------------------------
+# Scoring -------------------------------------------------------------------------------------------------------------
 
 
 class OldPass:
@@ -146,9 +146,9 @@ class OldPass:
         """
         if self.calls != expected or anchor_key not in output:
             raise RuntimeError(
-                f"TRL made {self.calls} forward passes while scoring where {expected} were expected, or did not return "
-                f"`{anchor_key}`. This version of TRL is not supported: install a "
-                "version of trl that this release was tested with."
+                f"TRL made {self.calls} forward passes while scoring where {expected} were expected, or did not "
+                f"return `{anchor_key}`. This version of TRL is not supported: install a version of trl that this "
+                "release was tested with."
             )
         if self.answer is None:
             output[OLD_LOGPS] = self.logps
@@ -241,9 +241,9 @@ class Scoring(ForwardPass):
         others = [length for length in rows if length != n]
         if others:
             raise RuntimeError(
-                f"`{owner}._generate_and_score_completions` returned {n} completions, "
-                f"but {others[0]} were generated and scored last: the log-probabilities of the others are unknown. Join "
-                "batches in a subclass of the corrected trainer, where each part carries the log-probabilities of its sampler."
+                f"`{owner}._generate_and_score_completions` returned {n} completions, but {others[0]} were generated "
+                "and scored last: the log-probabilities of the others are unknown. Join batches in a subclass of the "
+                "corrected trainer, where each part carries the log-probabilities of its sampler."
             )
 
 
@@ -253,7 +253,7 @@ def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.
     return torch.tensor(padded, device=like.device)
 
 
-# The loss -------------------------------------------------------------------------------------------------------------
+# The loss ------------------------------------------------------------------------------------------------------------
 
 
 class LossInputs(dict):
@@ -276,9 +276,9 @@ class LossInputs(dict):
         if key != "advantages":
             raise KeyError(key)
         raise RuntimeError(
-            "`advantages` are read before the forward pass of the policy, after which the batch contains the corrected "
-            "ones. In `_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy first, and read "
-            "`advantages`, `old_per_token_logps` and `old_logps` after it, as TRL does."
+            "`advantages` are read before the forward pass of the policy, after which the batch contains the "
+            "corrected ones. In `_compute_loss`, call `self._get_per_token_logps_and_entropies` with the policy "
+            "first, and read `advantages`, `old_per_token_logps` and `old_logps` after it, as TRL does."
         )
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -318,9 +318,9 @@ class LossPass(Rescoring):
             return logps, *others
         if self.corrected:
             raise RuntimeError(
-                "The loss ran the policy twice through `_get_per_token_logps_and_entropies`, and rollout correction cannot "
-                "know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, or call the "
-                "model itself."
+                "The loss ran the policy twice through `_get_per_token_logps_and_entropies`, and rollout correction "
+                "cannot know which of the two forward passes to correct. Run the other one under `torch.no_grad()`, "
+                "or call the model itself."
             )
         self.corrected = True
         logps = self._correct(self, logps)
@@ -334,7 +334,7 @@ class LossPass(Rescoring):
         """Check, after the loss of a class `trainer`, that the policy ran and was corrected."""
         if not self.corrected:
             raise RuntimeError(
-                f"The loss of `{trainer}` did not run the policy through `_get_per_token_logps_and_entropies`, "
-                "which rollout correction overrides. If `_compute_loss` is your own, run it there; otherwise install the "
+                f"The loss of `{trainer}` did not run the policy through `_get_per_token_logps_and_entropies`, which "
+                "rollout correction overrides. If `_compute_loss` is your own, run it there; otherwise install the "
                 "version of trl that this release was tested with."
             )

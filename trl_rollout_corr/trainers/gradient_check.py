@@ -82,8 +82,8 @@ class GradientCheck:
 def not_in_loss(why: str) -> RuntimeError:
     """Error about a correction that does not act on the loss."""
     return RuntimeError(
-        f"Rollout correction does not reach the loss of trl {version('trl')}: {why}. Training would go on without it, or "
-        "with a part of it. If `_compute_loss` is your own, use the result of `_get_per_token_logps_and_entropies` and "
-        "`inputs['advantages']` as they are, without detaching them; otherwise install a version of trl that this release "
-        "was tested with, or a newer trl-rollout-corr."
+        f"Rollout correction does not reach the loss of trl {version('trl')}: {why}. Training would go on without it, "
+        "or with a part of it. If `_compute_loss` is your own, use the result of `_get_per_token_logps_and_entropies` "
+        "and `inputs['advantages']` as they are, without detaching them; otherwise install a version of trl that this "
+        "release was tested with, or a newer trl-rollout-corr."
     )

@@ -144,7 +144,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         forward = partial(self._replays.forward, self._pass, super()._get_per_token_logps_and_entropies)
         return self._pass.run(forward, *args, **kwargs)
 
-    # Scoring ----------------------------------------------------------------------------------------------------------
+    # Scoring ---------------------------------------------------------------------------------------------------------
 
     @property
     def _needs_old_pass(self) -> bool:
@@ -265,7 +265,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         rejected = self.accelerator.gather(scoring.rejected(self._settings))
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
-    # The loss ---------------------------------------------------------------------------------------------------------
+    # The loss --------------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,

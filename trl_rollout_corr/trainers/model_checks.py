@@ -15,8 +15,8 @@ def check_types(metadata: Mapping[str, str]) -> None:
         lost = ", and small updates get lost in the sampler until they add up" if trainer == "float32" else ""
         warn(
             f"The trainer computes in {trainer} and the sampler in {sampler}: their log-probabilities differ by the "
-            f"rounding of the coarser one{lost}. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the server "
-            f"with `--dtype {trainer}`, or let the trainer compute in {sampler}."
+            f"rounding of the coarser one{lost}. Set `rollout_engine_kwargs` to {{'dtype': '{trainer}'}}, start the "
+            f"server with `--dtype {trainer}`, or let the trainer compute in {sampler}."
         )
 
 
@@ -40,5 +40,6 @@ def check_dropout(model: PreTrainedModel) -> None:
     where += [f"in {len(layers)} layers{', of the LoRA adapter among them' if adapters else ''}"] if layers else []
     warn(
         f"Dropout is on in the model that trains, {' and '.join(where)}, and off in the sampler. The two are "
-        f"different policies even with equal weights, and the correction acts on the difference. Set {' and '.join(remedies)}."
+        "different policies even with equal weights, and the correction acts on the difference. Set "
+        f"{' and '.join(remedies)}."
     )

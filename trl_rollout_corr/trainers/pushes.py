@@ -34,7 +34,7 @@ def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> It
         yield
 
 
-# To vLLM in GRPO and RLOO ---------------------------------------------------------------------------------------------
+# To vLLM in GRPO and RLOO --------------------------------------------------------------------------------------------
 
 
 def needs_reload(generation: VLLMGeneration) -> bool:
@@ -70,8 +70,8 @@ def refuse_packed_base(model: Any, mode: str) -> None:
     packed = [name for name, p in model.named_parameters() if not (p.is_floating_point() or p.requires_grad)]
     if mode == "server" and hasattr(model, "merge_adapter") and packed:
         raise ValueError(
-            f"The base of the adapter is quantised (`{packed[0]}` and {len(packed) - 1} other weights are packed), and a "
-            "server cannot read packed weights in a push: load the model without `quantization_config`."
+            f"The base of the adapter is quantised (`{packed[0]}` and {len(packed) - 1} other weights are packed), "
+            "and a server cannot read packed weights in a push: load the model without `quantization_config`."
         )
 
 
@@ -129,7 +129,7 @@ class Pushes:
         """Context of a push that is checked."""
         return nullcontext() if self.checks is None else self.checks.pushing()
 
-    # Texts to score once more -----------------------------------------------------------------------------------------
+    # Texts to score once more ----------------------------------------------------------------------------------------
 
     scores_at_once = True  # a batch that was just generated is scored with the weights of the latest push
 

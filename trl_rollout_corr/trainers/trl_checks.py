@@ -33,24 +33,24 @@ class ReadByTrainer:
         # This is the method of a configuration that Transformers calls when training begins, and only then
         if not self._is_read:
             warn(
-                "The settings of rollout correction have no effect, because no trainer of this package has read them: a "
-                f"trainer of TRL trains with this `{type(self).__name__}`, and keeps its own correction. Build the trainer "
-                "with a class of this package, such as `RolloutCorrectedGRPOTrainer`.",
+                "The settings of rollout correction have no effect, because no trainer of this package has read them: "
+                f"a trainer of TRL trains with this `{type(self).__name__}`, and keeps its own correction. Build the "
+                "trainer with a class of this package, such as `RolloutCorrectedGRPOTrainer`.",
                 "rollout_correction",
             )
             self._is_read = True  # warn once
         return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
 
 
-# The loss -------------------------------------------------------------------------------------------------------------
+# The loss ------------------------------------------------------------------------------------------------------------
 
 
 def check_loss_type(config: Any, _: Settings | None = None) -> None:
     """Refuse values of `rollout_loss_type`."""
     if config.loss_type in LOSS_TYPES:
         raise ValueError(
-            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, and "
-            "`loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
+            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, "
+            "and `loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         )
 
 
@@ -71,15 +71,15 @@ def check_reinforce(config: Any, settings: Settings) -> None:
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
         raise ValueError(
-            f"`epsilon_high` is {cap} with `loss_type='cispo'`, where it is the upper bound of the ratio, and "
-            f"with `rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be multiplied by {cap}. Set "
+            f"`epsilon_high` is {cap} with `loss_type='cispo'`, where it is the upper bound of the ratio, and with "
+            f"`rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be multiplied by {cap}. Set "
             "`epsilon_high` to 1 or more."
         )
     if config.importance_sampling_level != "token":
         raise ValueError(
-            f"`importance_sampling_level` is {config.importance_sampling_level!r} with `rollout_loss_type='reinforce'`, "
-            "whose loss is a sum over tokens. Set it to 'token'; for weights of sequences set `rollout_is` to "
-            "'sequence' or 'geometric'."
+            f"`importance_sampling_level` is {config.importance_sampling_level!r} with "
+            "`rollout_loss_type='reinforce'`, whose loss is a sum over tokens. Set it to 'token'; for weights of "
+            "sequences set `rollout_is` to 'sequence' or 'geometric'."
         )
 
 
@@ -95,9 +95,10 @@ def warn_about_sequence_level(config: Any, settings: Settings) -> None:
         acting.append(f"`rollout_is={settings.rollout_is!r}`")
     if acting:
         warn(
-            f"{', '.join(acting)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all tokens "
-            "of a completion have the same gradient: their mean acts on the completion, as in TRL's own correction. To weight "
-            "or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
+            f"{', '.join(acting)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all "
+            "tokens of a completion have the same gradient: their mean acts on the completion, as in TRL's own "
+            "correction. To weight or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria "
+            "that start with `seq_`."
         )
 
 
@@ -134,13 +135,14 @@ def warn_about_iterations(config: Any, settings: Settings) -> None:
         return
     if not any(criterion.directed for criterion in settings.criteria):  # a trust region
         warn(
-            f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no clipping: only "
-            "the bound of the weights limits the steps, and each visit of a completion moves the policy further. Set "
-            "`rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: 'token_tv' in `rollout_rs`."
+            f"`num_iterations` is {config.num_iterations} with `rollout_loss_type='reinforce'`, which has no "
+            "clipping: only the bound of the weights limits the steps, and each visit of a completion moves the "
+            "policy further. Set `rollout_loss_type` to 'ppo_clip', `num_iterations` to 1, or add a trust region: "
+            "'token_tv' in `rollout_rs`."
         )
 
 
-# Batch normalisation --------------------------------------------------------------------------------------------------
+# Batch normalisation -------------------------------------------------------------------------------------------------
 
 
 def check_batch_normalization(config: Any, settings: Settings) -> None:
@@ -148,9 +150,10 @@ def check_batch_normalization(config: Any, settings: Settings) -> None:
     if not settings.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
         return
     message = (
-        "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all ranks, which "
-        "is one sequence: its weight would always be 1{of_turns}. Set `per_device_train_batch_size` to 2 or more (and divide "
-        "`gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises over the generation batch."
+        "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all "
+        "ranks, which is one sequence: its weight would always be 1{of_turns}. Set `per_device_train_batch_size` to 2 "
+        "or more (and divide `gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises "
+        "over the generation batch."
     )
     if normalizes_over(settings, "sequence", "geometric"):
         raise ValueError(message.format(of_turns=""))
@@ -163,15 +166,16 @@ def normalizes_over(settings: Settings, *levels: str) -> bool:
     return bool(settings.changes_loss and settings.normalizes and settings.rollout_is in levels)
 
 
-# Sampling -------------------------------------------------------------------------------------------------------------
+# Sampling ------------------------------------------------------------------------------------------------------------
 
 
 def check_temperature(config: Any, _: Settings) -> None:
     """Refuse temperatures at which vLLM samples from another distribution than the trainer's."""
     if getattr(config, "use_vllm", True) and not _LOWEST_TEMPERATURE <= config.temperature < math.inf:
         raise ValueError(
-            f"`temperature` is {config.temperature}, and must be a number of at least {_LOWEST_TEMPERATURE}: below it, vLLM "
-            "samples greedily or at another temperature, while the trainer divides by this one. Set it to 1.0."
+            f"`temperature` is {config.temperature}, and must be a number of at least {_LOWEST_TEMPERATURE}: below "
+            "it, vLLM samples greedily or at another temperature, while the trainer divides by this one. Set it to "
+            "1.0."
         )
 
 
@@ -181,24 +185,25 @@ def check_shared_process(config: Any, _: Settings) -> None:
         return
     if config.vllm_model_impl == "transformers":
         raise ValueError(
-            "`vllm_model_impl` is 'transformers' with `vllm_mode='colocate'`: vLLM then changes the class of the model in "
-            "Transformers, and the forward pass of the trainer fails in the same process (`'LlamaModel' object has no "
-            "attribute 'do_not_compile'`). Set `vllm_model_impl` to 'vllm' or 'auto', or `vllm_mode` to 'server', and start "
-            "the server with `--model-impl transformers`."
+            "`vllm_model_impl` is 'transformers' with `vllm_mode='colocate'`: vLLM then changes the class of the "
+            "model in Transformers, and the forward pass of the trainer fails in the same process (`'LlamaModel' "
+            "object has no attribute 'do_not_compile'`). Set `vllm_model_impl` to 'vllm' or 'auto', or `vllm_mode` to "
+            "'server', and start the server with `--model-impl transformers`."
         )
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0"):
         return
     remedy = "Unset it, or set `vllm_mode` to 'server', and set the variable for the server alone."
     if config.use_cpu or not torch.accelerator.is_available():
         raise ValueError(
-            "The environment variable VLLM_BATCH_INVARIANT is set, which ends vLLM with an error on a CPU: its kernels need a "
-            f"GPU. {remedy}"
+            "The environment variable VLLM_BATCH_INVARIANT is set, which ends vLLM with an error on a CPU: its "
+            f"kernels need a GPU. {remedy}"
         )
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 8:
         warn(
-            "Perhaps the first backward pass will fail: the environment variable VLLM_BATCH_INVARIANT is set, and on a GPU of "
-            "compute capability 8 vLLM then replaces operators of PyTorch, `linear` among them, in the whole process, which "
-            f"the trainer shares. According to vLLM's source, they have no gradient; this was never run. {remedy}"
+            "Perhaps the first backward pass will fail: the environment variable VLLM_BATCH_INVARIANT is set, and on "
+            "a GPU of compute capability 8 vLLM then replaces operators of PyTorch, `linear` among them, in the whole "
+            "process, which the trainer shares. According to vLLM's source, they have no gradient; this was never "
+            f"run. {remedy}"
         )
 
 

@@ -76,9 +76,10 @@ def refusal(trainers: Iterable[type], methods: dict[str, list[str]] | None = Non
     trainers = tuple(trainers)
     if of_unsloth := next((trainer for trainer in trainers if _is_of_unsloth(trainer)), None):
         return (
-            f"`{of_unsloth.__name__}` is Unsloth's: `import unsloth` replaces the trainers of trl, and its loss computes "
-            "log-probabilities in a kernel of its own, which rollout correction does not reach. Train without "
-            "`import unsloth`. With Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of sequences."
+            f"`{of_unsloth.__name__}` is Unsloth's: `import unsloth` replaces the trainers of trl, and its loss "
+            "computes log-probabilities in a kernel of its own, which rollout correction does not reach. Train "
+            "without `import unsloth`. With Unsloth, `trl-rollout-corr diagnose` and `compare` work on dumps of "
+            "sequences."
         )
     owners = trainers if methods else (*trainers, VLLMGeneration)
     moved = [change for owner in owners for change in changes(owner, methods)]
@@ -124,7 +125,8 @@ def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_com
     if owner is not trl_class:
         raise TypeError(
             f"`{trainer.__name__}` inherits `{method}` from `{owner.__name__}`, and rollout correction supports the "
-            f"loss of `{trl_class.__name__}` only. Derive from the corrected trainer alone, or train with `{owner.__name__}`."
+            f"loss of `{trl_class.__name__}` only. Derive from the corrected trainer alone, or train with "
+            f"`{owner.__name__}`."
         )
 
 

@@ -55,7 +55,7 @@ def is_untested(trl: Version) -> bool:
     return trl.release[:2] > Version(NEWEST_TESTED).release
 
 
-# TRL's own correction, which changes from release to release ----------------------------------------------------------
+# TRL's own correction, which changes from release to release ---------------------------------------------------------
 
 
 @contextmanager

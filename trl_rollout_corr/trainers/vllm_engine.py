@@ -19,8 +19,8 @@ def read_configuration(url: str) -> dict[str, Any]:
     response = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=60)
     if response.status_code == 404:
         raise RuntimeError(
-            f"The vLLM server at {url} does not report its configuration, and so accepts no new weights. Start it with "
-            "`VLLM_SERVER_DEV_MODE=1` in its environment."
+            f"The vLLM server at {url} does not report its configuration, and so accepts no new weights. Start it "
+            "with `VLLM_SERVER_DEV_MODE=1` in its environment."
         )
     response.raise_for_status()
     configuration: dict[str, Any] = response.json()["vllm_config"]
@@ -32,13 +32,14 @@ def check_server_logprobs(mode: str, temperature: float) -> None:
     if mode == "processed_logprobs":
         return
     message = (
-        f"The vLLM server runs with `--logprobs-mode {mode}`, so it does not return the log-probabilities that tokens are "
-        "sampled with. Restart it with `--logprobs-mode processed_logprobs`"
+        f"The vLLM server runs with `--logprobs-mode {mode}`, so it does not return the log-probabilities that tokens "
+        "are sampled with. Restart it with `--logprobs-mode processed_logprobs`"
     )
     if temperature != 1.0 or not mode.endswith("logprobs"):
         raise ValueError(f"{message}: at `temperature={temperature}` every ratio would be wrong.")
     warn(
-        f"{message}: at `temperature=1.0` raw and processed log-probabilities agree only without penalties and truncation."
+        f"{message}: at `temperature=1.0` raw and processed log-probabilities agree only without penalties and "
+        "truncation."
     )
 
 
@@ -55,10 +56,10 @@ def warn_about_images(read: list[int], own: list[int]) -> None:
     """
     warn(
         f"vLLM has read {len(read)} tokens of a prompt with an image, and the trainer {len(own)}: the model trains on "
-        "another prompt than the one that its completions answer, and they answer the image less well. TRL expands the "
-        "token of an image, and vLLM expands it once more. Install a release of trl that closes "
-        "https://github.com/huggingface/trl/issues/6294, or in GRPO sample with a `rollout_func` that gives vLLM prompts "
-        "with one token for each image."
+        "another prompt than the one that its completions answer, and they answer the image less well. TRL expands "
+        "the token of an image, and vLLM expands it once more. Install a release of trl that closes "
+        "https://github.com/huggingface/trl/issues/6294, or in GRPO sample with a `rollout_func` that gives vLLM "
+        "prompts with one token for each image."
     )
 
 

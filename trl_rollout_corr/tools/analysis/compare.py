@@ -140,7 +140,7 @@ def _main_presets(run: Settings, presets: Mapping[str, Settings]) -> list[str]:
     ]
 
 
-# Output ------------------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
 def _as_markdown(c: Comparison) -> str:
@@ -155,7 +155,8 @@ def _as_markdown(c: Comparison) -> str:
     header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
     rows = [[_marked(name, c.row), *map(three_decimals, outcome)] for name, _, outcome in c.outcomes]
     lines = [
-        f"{c.batch.n_sequences} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} tokens.",
+        f"{c.batch.n_sequences} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} "
+        "tokens.",
         f"The run: {mode}; the trainer's log-probabilities come from the {policy} policy.",
         *c.notes,
         "",

@@ -54,22 +54,23 @@ class FrozenCheck:
         self.changed = names or ["weights of another rank"]
         listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
         what = (
-            f"the push after optimizer step {step} has changed {len(names)} of {len(self._chosen)} frozen weights of the "
-            f"trainer that were compared ({listed})"
+            f"the push after optimizer step {step} has changed {len(names)} of {len(self._chosen)} frozen weights of "
+            f"the trainer that were compared ({listed})"
         )
         if self._quantised:
             self._ended = (
-                f"{capitalized(what)}. The base is quantised, and the adapter was merged into it and taken away again, which "
-                "quantises it twice: each push makes the model worse. Load the model without `quantization_config`, or train "
-                f"with `RolloutCorrectedAsyncGRPOTrainer` and a server that loads the adapter itself. {SEE}"
+                f"{capitalized(what)}. The base is quantised, and the adapter was merged into it and taken away "
+                "again, which quantises it twice: each push makes the model worse. Load the model without "
+                "`quantization_config`, or train with `RolloutCorrectedAsyncGRPOTrainer` and a server that loads the "
+                f"adapter itself. {SEE}"
             )
             notify(self._ended, error=True)
             return
         notify(
-            f"Perhaps something else writes to them, such as a callback or an offloaded model. Otherwise {what}, because an "
-            "adapter that is merged and taken away again leaves the rounding of two additions behind. Sampler and trainer "
-            "share the drift, but the saved adapter will be loaded on the unchanged base. Load the model in float32, or push "
-            f"less often. {SEE}"
+            f"Perhaps something else writes to them, such as a callback or an offloaded model. Otherwise {what}, "
+            "because an adapter that is merged and taken away again leaves the rounding of two additions behind. "
+            "Sampler and trainer share the drift, but the saved adapter will be loaded on the unchanged base. Load "
+            f"the model in float32, or push less often. {SEE}"
         )
 
     def _read(self) -> dict[str, torch.Tensor]:

@@ -121,8 +121,8 @@ class PushChecks:
         if (n := self._replicas()) > 1 and not self._told_replicas:
             self._told_replicas = True
             notify(
-                f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, because "
-                f"vLLM reads no other. `fresh_k3_kl` asks all of them in turns. {SEE}"
+                f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, "
+                f"because vLLM reads no other. `fresh_k3_kl` asks all of them in turns. {SEE}"
             )
         return read_server(self.pushes.server, names)
 

@@ -232,8 +232,8 @@ class Rescore:
             return False
         self.done = True
         notify(
-            "From here on, no completions are scored once more after a push, so that `fresh_k3_kl` and `age_k3_kl` are "
-            f"missing: {problem or elsewhere}. {SEE}"
+            "From here on, no completions are scored once more after a push, so that `fresh_k3_kl` and `age_k3_kl` "
+            f"are missing: {problem or elsewhere}. {SEE}"
         )
         return True
 

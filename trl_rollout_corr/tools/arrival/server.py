@@ -98,9 +98,10 @@ class AdapterCheck:
         self._before = trained, pushed
         if before is not None and before[1] == pushed and before[0] != trained:
             raise RuntimeError(
-                f"The adapter that was pushed after optimizer step {step} is the same, to the last bit, as the one pushed "
-                "before, although the trained parameters have changed: the sampler does not get what the trainer learns. "
-                f"Check whether another adapter is active, or whether parameters outside the adapter are trained. {SEE}"
+                f"The adapter that was pushed after optimizer step {step} is the same, to the last bit, as the one "
+                "pushed before, although the trained parameters have changed: the sampler does not get what the "
+                "trainer learns. Check whether another adapter is active, or whether parameters outside the adapter "
+                f"are trained. {SEE}"
             )
         self._ask(url, name, step)
 
@@ -111,16 +112,16 @@ class AdapterCheck:
             if not self._warned:
                 self._warned = True
                 notify(
-                    f"From here on, nothing tells whether the vLLM server at {url} has each adapter that is pushed: its list "
-                    f"of adapters cannot be read ({type(error).__name__}: {error}). {SEE}"
+                    f"From here on, nothing tells whether the vLLM server at {url} has each adapter that is pushed: "
+                    f"its list of adapters cannot be read ({type(error).__name__}: {error}). {SEE}"
                 )
             return
         if name not in there and not self._warned:
             self._warned = True
             notify(
-                "Perhaps several servers share one address, or a server was restarted: after optimizer step "
-                f"{step}, the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. "
-                f"It has {', '.join(sorted(there)) or 'none'}. {SEE}"
+                f"Perhaps several servers share one address, or a server was restarted: after optimizer step {step}, "
+                f"the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. It "
+                f"has {', '.join(sorted(there)) or 'none'}. {SEE}"
             )
 
 
@@ -143,9 +144,10 @@ def check_patterns(url: str, adapter: Any) -> None:
         return
     listed = " and ".join(f"`{name}={x!r}`" for name, x in patterns.items())
     message = (
-        f"The adapter has {listed}, and a vLLM before {PATTERNS} multiplies all layers of an adapter that it serves by "
-        "`lora_alpha / r`, so that these layers get a wrong scale without a word. Install a newer vLLM on the server, remove "
-        "the patterns, or start the server without `--enable-lora`: the adapter is then merged, which is right."
+        f"The adapter has {listed}, and a vLLM before {PATTERNS} multiplies all layers of an adapter that it serves "
+        "by `lora_alpha / r`, so that these layers get a wrong scale without a word. Install a newer vLLM on the "
+        "server, remove the patterns, or start the server without `--enable-lora`: the adapter is then merged, which "
+        "is right."
     )
     if known is None:
         notify(f"The server at {url} does not tell its version, so this may not concern it. {message}")

@@ -127,8 +127,8 @@ class WeightCheck:
             if not self._told_unread:
                 self._told_unread = True
                 notify(
-                    "From here on, pushed weights are not compared with those that vLLM holds, unless a later push can read "
-                    f"them: reading failed with {type(error).__name__}: {error}. {SEE}"
+                    "From here on, pushed weights are not compared with those that vLLM holds, unless a later push "
+                    f"can read them: reading failed with {type(error).__name__}: {error}. {SEE}"
                 )
             return None
         unreadable = [*self._packed, *([] if weights is None else weights.get("unreadable", ()))]
@@ -136,8 +136,8 @@ class WeightCheck:
             self._told_unreadable = True
             listed = ", ".join(f"`{name}`" for name in unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
             notify(
-                f"{len(unreadable)} of the {len(names) + len(self._packed)} weights that are pushed are not compared with "
-                f"those that vLLM holds, because they are stored in a form that cannot be read ({listed}). {SEE}"
+                f"{len(unreadable)} of the {len(names) + len(self._packed)} weights that are pushed are not compared "
+                f"with those that vLLM holds, because they are stored in a form that cannot be read ({listed}). {SEE}"
             )
         return weights
 
@@ -185,9 +185,9 @@ class WeightCheck:
         self._all_unmoved = self._all_unmoved + 1 if self.unmoved == 1 else 0
         if self._all_unmoved == NEAR:
             notify(
-                "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a very small "
-                "learning rate. If that is not the case, weights do not arrive: no quantised tensor of the sampler has "
-                f"changed at the last {NEAR} pushes until optimizer step {step}. {SEE}"
+                "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a "
+                "very small learning rate. If that is not the case, weights do not arrive: no quantised tensor of the "
+                f"sampler has changed at the last {NEAR} pushes until optimizer step {step}. {SEE}"
             )
 
     def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
@@ -198,20 +198,21 @@ class WeightCheck:
             self._still += 1
         if self._still == STILL:
             notify(
-                "Merging an adapter into weights of low precision may round its updates away, and a very small learning rate "
-                "may have no effect. If neither is the case, the wrong weights are sent to the sampler: the last "
-                f"{STILL + 1} pushes until optimizer step {step} sent the same values, although the parameters of the trainer "
-                f"have changed. {SEE}"
+                "Merging an adapter into weights of low precision may round its updates away, and a very small "
+                "learning rate may have no effect. If neither is the case, the wrong weights are sent to the sampler: "
+                f"the last {STILL + 1} pushes until optimizer step {step} sent the same values, although the "
+                f"parameters of the trainer have changed. {SEE}"
             )
 
     def _tell(self, missing: list[str], step: int, doubt: str) -> None:
         listed = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
         message = (
-            f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one after "
-            f"optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit for "
-            f"{len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change `vllm_mode`, "
-            "the device or the type of weights; or, if the sampler should have older weights, set `trainer.rollout_step` to "
-            "their optimizer step whenever they are pushed (`trl-rollout-corr docs debugging#weights-do-not-arrive`)."
+            f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one "
+            f"after optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit "
+            f"for {len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change "
+            "`vllm_mode`, the device or the type of weights; or, if the sampler should have older weights, set "
+            "`trainer.rollout_step` to their optimizer step whenever they are pushed (`trl-rollout-corr docs "
+            "debugging#weights-do-not-arrive`)."
         )
         self.done = True
         if not doubt:

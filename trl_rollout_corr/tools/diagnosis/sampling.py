@@ -31,8 +31,9 @@ def truncation(o: DumpedTokens) -> Evidence | None:
     below = float(np.square(d[d < 0]).sum() / np.square(d).sum())
     numbers = {"below": below, "ratio": mean(ratio), "slope": slope(o)}
     sentence = (
-        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws from the "
-        "whole distribution); the trainer's log-probability grows by {slope} nats for each nat of the sampler's"
+        "a share of {below} of d^2 comes from negative d, and the mean of exp(d) is {ratio} (1 if the sampler draws "
+        "from the whole distribution); the trainer's log-probability grows by {slope} nats for each nat of the "
+        "sampler's"
     )
     # a colder sampler finds unlikely tokens less likely than the trainer does; a truncated one finds all tokens more
     # likely
@@ -66,10 +67,10 @@ def temperature(o: DumpedTokens) -> Evidence | None:
         "unlikely": mean(unlikely),
     }
     sentence = (
-        "d varies with the log-probability of a token, which explains a share of {share} of d^2; the trainer's grows by "
-        "{slope} nats for each nat of the sampler's; the mean of exp(d) is {ratio} (1 with another temperature, more if the "
-        "log-probabilities are from before the temperature); the mean of d is {unlikely} at tokens that the sampler "
-        "finds unlikely"
+        "d varies with the log-probability of a token, which explains a share of {share} of d^2; the trainer's grows "
+        "by {slope} nats for each nat of the sampler's; the mean of exp(d) is {ratio} (1 with another temperature, "
+        "more if the log-probabilities are from before the temperature); the mean of d is {unlikely} at tokens that "
+        "the sampler finds unlikely"
     )
     return Evidence(max(explained, _much_colder(o, unlikely, numbers["slope"])), bounded(explained), numbers, sentence)
 
@@ -100,8 +101,8 @@ def penalty(o: DumpedTokens) -> Evidence | None:
     repeated, explained = kind > 0, _explained_by(kind, d, o.middle[o.core])
     numbers = {"seen": mean(d[repeated]), "unseen": mean(d[~repeated]), "correlation": correlation}
     sentence = (
-        "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same token, "
-        "the difference in log-odds correlates with the number of earlier occurrences ({correlation})"
+        "the mean of d is {seen} at tokens that occurred before, and {unseen} at others; at occurrences of the same "
+        "token, the difference in log-odds correlates with the number of earlier occurrences ({correlation})"
     )
     # tokens that were sampled with the penalised probabilities have a mean ratio of 1
     ratio = np.exp(o.d.clip(-20, 5))
@@ -174,8 +175,9 @@ def other_draws(o: DumpedTokens) -> Evidence | None:
     apart = abs(mean_surprise - entropy)
     numbers = {"surprise": mean_surprise, "entropy": entropy, "times": mean_surprise / max(entropy, 1e-12)}
     sentence = (
-        "the mean of -log p of the tokens is {surprise} nats, and the trainer's entropy in the log {entropy}: the first is "
-        "{times} times the second, and they are equal if tokens are drawn with the probabilities that are reported"
+        "the mean of -log p of the tokens is {surprise} nats, and the trainer's entropy in the log {entropy}: the "
+        "first is {times} times the second, and they are equal if tokens are drawn with the probabilities that are "
+        "reported"
     )
     beyond = apart > _ERRORS * error and apart > _LEAST
     return Evidence(apart / max(entropy, _LEAST) if beyond else 0.0, 1.0, numbers, sentence)

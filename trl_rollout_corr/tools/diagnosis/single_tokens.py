@@ -107,8 +107,8 @@ def some_prompts(o: DumpedTokens) -> Evidence | None:
         "prompts": float(len(prompts)), "of": float(len(np.unique(o.prompt[known]))), "same": same,
     }  # fmt: skip
     sentence = (
-        "|d| is {here} in {completions} completions, a share of {part} of all, and {elsewhere} in the others; they are of "
-        "{prompts} of the {of} prompts, and completions of one prompt are alike (correlation {same})"
+        "|d| is {here} in {completions} completions, a share of {part} of all, and {elsewhere} in the others; they "
+        "are of {prompts} of the {of} prompts, and completions of one prompt are alike (correlation {same})"
     )
     words = o.prompt_words(int(np.flatnonzero(off)[0])) if off.any() else ""
     return Evidence(same if share > _MOST else 0.0, share, numbers, sentence, words, rows=off)
@@ -122,8 +122,9 @@ def nan_rows(o: DumpedTokens) -> Evidence | None:
     of_trainer = np.isnan(o.broken.train)
     return _without_ratio(
         o, of_trainer | (_nan_of_sampler(o) & _in_a_run(o)), {"trainer": mean(of_trainer)},
-        "{tokens} tokens in {rows} completions, a share of {share}, lack a log-ratio, because a log-probability is NaN: the "
-        "trainer's at a share of {trainer} of them, and otherwise the sampler's up to the end of the completion",
+        "{tokens} tokens in {rows} completions, a share of {share}, lack a log-ratio, because a log-probability is "
+        "NaN: the trainer's at a share of {trainer} of them, and otherwise the sampler's up to the end of the "
+        "completion",
     )  # fmt: skip
 
 
@@ -200,8 +201,8 @@ def offset(o: DumpedTokens) -> Evidence | None:
     impossible = mean(o.rollout > -_SURE)
     numbers = {"amount": amount, "constant": constant, "apart": float((d - amount).std()), "above": impossible}
     sentence = (
-        "d is {amount} at every token, likely or not: that number alone explains a share of {constant} of d^2, and the rest "
-        "is {apart}; a share of {above} of the sampler's values is above 0"
+        "d is {amount} at every token, likely or not: that number alone explains a share of {constant} of d^2, and "
+        "the rest is {apart}; a share of {above} of the sampler's values is above 0"
     )
     # truncation of a policy that is nowhere sure takes the same from every token, and leaves no value above 0
     proven = amount > 0 or impossible > 0
@@ -304,8 +305,8 @@ def later_turns(o: DumpedTokens) -> Evidence | None:
     numbers = {"first": rms(o.d[first]), "later": rms(o.d[later]), "turns": float(len(np.unique(o.turn[later]))),
                "before": rms(o.d[first & _near_edge(o, before=True)]), "after": rms(o.d[later & _near_edge(o)])}  # fmt: skip
     sentence = (
-        "|d| is {first} in the first turns of completions and {later} in the {turns} turns after them; it is {before} in the "
-        "last tokens before the second turn and {after} in the first ones of it"
+        "|d| is {first} in the first turns of completions and {later} in the {turns} turns after them; it is {before} "
+        "in the last tokens before the second turn and {after} in the first ones of it"
     )
     found = share > _ALL and of_seams < _OF_SEAMS
     return Evidence(float(min(high / low, after / before)) if found else 0.0, share, numbers, sentence)
@@ -342,8 +343,8 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
         "here": rms(o.d[split.tokens & o.core]), "elsewhere": rms(o.d[rest & o.core]), "begun": begun(o, split),
     }  # fmt: skip
     sentence = (
-        "|d| is {here} in {completions} of {of} completions, and {elsewhere} in the others of the same steps; a share of "
-        "{begun} of them is off from the first tokens on"
+        "|d| is {here} in {completions} of {of} completions, and {elsewhere} in the others of the same steps; a share "
+        "of {begun} of them is off from the first tokens on"
     )
     if grows > _GROWS:
         sentence += "; it grows with the step there (rank correlation {grows}), as in a replica that gets no weights"
@@ -376,8 +377,8 @@ def by_advantage(o: DumpedTokens) -> Evidence | None:
         "ratio": ratio,
     }
     sentence = (
-        f"|d| is {{off}} in completions with a {off} advantage, and {{others}} in the others: {{ratio}} times as large at "
-        "equally likely tokens of the same steps"
+        f"|d| is {{off}} in completions with a {off} advantage, and {{others}} in the others: {{ratio}} times as "
+        "large at equally likely tokens of the same steps"
     )
     return Evidence(ratio if lowest > 1 else 0.0, share, numbers, sentence, rows=rows)
 

@@ -47,13 +47,14 @@ def detail(diagnosis: Diagnosis) -> str:
         parts.append(f"This is {number(diagnosis.floor)} times the trainer's difference from itself.")
     if diagnosis.coarser:
         parts.append(
-            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be rounding."
+            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be "
+            "rounding."
         )
     parts += diagnosis.where
     if diagnosis.verdict == "nothing":
         parts.append(
-            f"Below {FLOOR:g} nats, token weights change nothing. Weights of whole completions add up d over all tokens, and "
-            "may still change the step: look at `effective_lr`."
+            f"Below {FLOOR:g} nats, token weights change nothing. Weights of whole completions add up d over all "
+            "tokens, and may still change the step: look at `effective_lr`."
         )
     if diagnosis.healthy:
         parts.append(_unseen(diagnosis))
@@ -68,13 +69,13 @@ def _unseen(diagnosis: Diagnosis) -> str:
     """A sentence on what a small gap does not prove, and on what was looked at beside it."""
     if diagnosis.surprise is None:
         return (
-            "A small gap does not prove that the tokens were drawn from these values: the trainer's entropy, with which the "
-            "mean of -log p could be compared, is not known here."
+            "A small gap does not prove that the tokens were drawn from these values: the trainer's entropy, with "
+            "which the mean of -log p could be compared, is not known here."
         )
     of_tokens, entropy, _ = diagnosis.surprise
     return (
-        f"The mean of -log p of the tokens is {number(of_tokens)} nats, beside an entropy of {number(entropy)}, as for tokens "
-        "that were drawn from these values."
+        f"The mean of -log p of the tokens is {number(of_tokens)} nats, beside an entropy of {number(entropy)}, as "
+        "for tokens that were drawn from these values."
     )
 
 

@@ -96,13 +96,13 @@ def _ends(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float]
     return (float(np.mean(values[:width])), float(np.mean(values[-width:]))) if values else None
 
 
-# The suspicions ---------------------------------------------------------------------------------------------------------
+# The suspicions ------------------------------------------------------------------------------------------------------
 
 _LENGTH = Suspicion(
     "whole_completions",
     "weights of whole completions, which shrink with length",
-    "TRL's default gives each completion one weight, the product of its tokens' ratios. Rounding alone adds up there, so "
-    "long completions hardly learn.",
+    "TRL's default gives each completion one weight, the product of its tokens' ratios. Rounding alone adds up there, "
+    "so long completions hardly learn.",
     "Use token weights.",
     KEEPS_TRL.set,
 )
@@ -110,8 +110,8 @@ _DISTORTED = Suspicion(
     "truncation",
     "a sampler that draws from another distribution",
     "`top_p`, `top_k`, `min_p`, a penalty or another temperature makes every ratio too small, from the first step on.",
-    "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults. Also look for them in `generation_kwargs` "
-    "and, with a server, in the model's `generation_config.json`.",
+    "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults. Also look for them in "
+    "`generation_kwargs` and, with a server, in the model's `generation_config.json`.",
 )
 _FROM_THE_START = Suspicion(
     "large_gap",
@@ -124,38 +124,40 @@ _LOST = Suspicion(
     "not_a_number",
     "ratios that are NaN or infinite",
     "A log-probability of vLLM or of the trainer is NaN, and such a step may make all weights NaN.",
-    "Compare with `loss` and `grad_norm` in the same log. If they were NaN before, or large, training has diverged. Otherwise "
-    "look for a failed push, for an overflow in float16, and for a quantised base that each push quantises again.",
+    "Compare with `loss` and `grad_norm` in the same log. If they were NaN before, or large, training has diverged. "
+    "Otherwise look for a failed push, for an overflow in float16, and for a quantised base that each push quantises "
+    "again.",
 )
 _BROKEN = Suspicion(
     "broken",
     "a sudden break: weights that no longer arrive in vLLM, or a policy that moves too fast",
     "Neither rounding nor length makes a ratio collapse within so few steps.",
-    "Look at what happened at that step: a push of weights or of an adapter, a restart or sleep of vLLM, or a learning "
-    "rate that is too high (`grad_norm` and `entropy` in the same log). To tell them apart, train a few steps with "
-    "`learning_rate: 0` from the initial model: the ratio then stays near 1 unless vLLM holds other weights.",
+    "Look at what happened at that step: a push of weights or of an adapter, a restart or sleep of vLLM, or a "
+    "learning rate that is too high (`grad_norm` and `entropy` in the same log). To tell them apart, train a few "
+    "steps with `learning_rate: 0` from the initial model: the ratio then stays near 1 unless vLLM holds other "
+    "weights.",
 )
 _DRIFT = Suspicion(
     "drift",
     "weights in vLLM that fall behind: they arrive only in part, or not each time",
-    "A push that leaves out some weights, an adapter that is rounded when it is merged, or a vLLM whose sleep mode loads "
-    "the base model again (TRL issue 5312) looks like this.",
+    "A push that leaves out some weights, an adapter that is rounded when it is merged, or a vLLM whose sleep mode "
+    "loads the base model again (TRL issue 5312) looks like this.",
     "Switch `vllm_enable_sleep_mode` off if it is on, and compare a weight in vLLM with the trainer's after a push.",
 )
 _MISMATCH = Suspicion(
     "growing_gap",
     "a gap that grows with training",
-    "Updates on completions of another policy push the two further apart, and a policy that becomes sure of its tokens "
-    "rounds more.",
+    "Updates on completions of another policy push the two further apart, and a policy that becomes sure of its "
+    "tokens rounds more.",
     "Lower `learning_rate`, and push weights after each step.",
 )
 _DIPS = Suspicion(
     "single_steps",
     "single steps that are far off, between healthy ones",
-    "With few completions in a step this may be chance. Otherwise some completions came from other weights, or with wrong "
-    "log-probabilities, and only now and then.",
-    "Compare these steps with the others: a replica of the server may have missed an update, a push may have failed, or "
-    "the completions may differ in length.",
+    "With few completions in a step this may be chance. Otherwise some completions came from other weights, or with "
+    "wrong log-probabilities, and only now and then.",
+    "Compare these steps with the others: a replica of the server may have missed an update, a push may have failed, "
+    "or the completions may differ in length.",
 )
 _LONGER = _LENGTH._replace(
     text="The completions became longer. TRL's default gives each completion one weight, the product of its tokens' "
@@ -206,11 +208,11 @@ def _of_numbers(course: RatioCourse) -> list[Suspicion]:
     return [_LENGTH, _DISTORTED]
 
 
-# In words ---------------------------------------------------------------------------------------------------------------
+# In words ------------------------------------------------------------------------------------------------------------
 
 _TO_FIND_OUT = (
-    "To find out, train a few steps with a trainer of this package and `rollout_correction: trl`, which keeps the loss. "
-    "Set `rollout_dump_dir`, and diagnose the dump."
+    "To find out, train a few steps with a trainer of this package and `rollout_correction: trl`, which keeps the "
+    "loss. Set `rollout_dump_dir`, and diagnose the dump."
 )
 
 
@@ -225,8 +227,8 @@ def course_in_words(course: RatioCourse) -> str:
     parts = []
     if course.n:
         parts.append(
-            f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log entries, "
-            f"steps {first} to {last})."
+            f"TRL's mean ratio is {number(course.first)} at first and {number(course.last)} at last ({course.n} log "
+            f"entries, steps {first} to {last})."
         )
     if course.lost:
         entries = "1 log entry is" if course.lost == 1 else f"{course.lost} log entries are"
@@ -247,7 +249,8 @@ def course_in_words(course: RatioCourse) -> str:
     if course.length is not None and 0 < course.last < LOW and not course.fell:
         enough = gap_of_ratio(course.last, course.length[1])
         parts.append(
-            f"If each completion gets one weight, as by TRL's default, a `k3_kl` of {number(enough)} is enough for this ratio."
+            f"If each completion gets one weight, as by TRL's default, a `k3_kl` of {number(enough)} is enough for "
+            "this ratio."
         )
     return " ".join([*parts, f"A log contains means only, so it proves nothing. {_TO_FIND_OUT}"])
 

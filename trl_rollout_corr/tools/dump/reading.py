@@ -95,7 +95,7 @@ def _about_of(files: list[_File]) -> dict[str, str]:
     return {**files[-1].about, **files[0].about}
 
 
-# Files --------------------------------------------------------------------------------------------------------------------
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def _look_at(path: Path, damage: list[str]) -> list[_File]:
@@ -107,7 +107,8 @@ def _look_at(path: Path, damage: list[str]) -> list[_File]:
     paths = files_of(path) if path.is_dir() else [path]
     if not paths:
         raise ValueError(
-            "this folder does not contain a dump. Name the folder of `rollout_dump_dir`, which contains files step-*.parquet"
+            "this folder does not contain a dump. Name the folder of `rollout_dump_dir`, which contains files "
+            "step-*.parquet"
         )
     return _without_damage(paths, _footer, damage)
 
@@ -166,8 +167,8 @@ def _is_earlier(path: Path, version: str) -> bool:
     if version.isdecimal() and 1 <= int(version) <= VERSION:
         return int(version) < VERSION
     raise ValueError(
-        f"{path.name} is in version {version} of the dump format, and this release reads versions 1 to {VERSION}. Read it "
-        "with the release of trl-rollout-corr that wrote it, or a later one"
+        f"{path.name} is in version {version} of the dump format, and this release reads versions 1 to {VERSION}. "
+        "Read it with the release of trl-rollout-corr that wrote it, or a later one"
     )
 
 
@@ -204,7 +205,7 @@ def _object(path: Path, metadata: Mapping[bytes, bytes], key: str) -> dict[str, 
     return content
 
 
-# Rows ---------------------------------------------------------------------------------------------------------------------
+# Rows ----------------------------------------------------------------------------------------------------------------
 
 
 def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *, worst: bool) -> tuple[pa.Table, str]:
@@ -232,8 +233,9 @@ def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *,
     read = int(rows.tokens[sample.read].sum())
     sentence = (
         f"A sample of the dump was read, because all of it would need too much memory: {int(sample.read.sum()):,} of "
-        f"{len(rows.step):,} sequences, with {read / 1e6:.2g} of {total / 1e6:.2g} million tokens. They are spread evenly "
-        f"over the steps, and {', '.join(sample.kept)} were kept. To read a step as a whole, name its file (step-*.parquet)"
+        f"{len(rows.step):,} sequences, with {read / 1e6:.2g} of {total / 1e6:.2g} million tokens. They are spread "
+        f"evenly over the steps, and {', '.join(sample.kept)} were kept. To read a step as a whole, name its file "
+        "(step-*.parquet)"
     )
     return table, sentence
 

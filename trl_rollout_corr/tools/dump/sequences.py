@@ -66,7 +66,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.step)
 
-    # Of each token ----------------------------------------------------------------------------------------------------
+    # Of each token ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def log_ratio(self) -> NDArray[np.float32]:
@@ -105,7 +105,7 @@ class Sequences:
         begins[first] = True
         return np.cumsum(begins)
 
-    # Of each sequence -------------------------------------------------------------------------------------------------
+    # Of each sequence ------------------------------------------------------------------------------------------------
 
     @cached_property
     def represents(self) -> NDArray[np.bool_]:
@@ -124,7 +124,7 @@ class Sequences:
             return [nothing] * len(self)
         return [ids.values.to_numpy() if ids.is_valid else nothing for ids in self._prompt_ids]
 
-    # Of some sequences ------------------------------------------------------------------------------------------------
+    # Of some sequences -----------------------------------------------------------------------------------------------
 
     def slice(self, row: int) -> slice:
         """Slice of the tokens of a sequence."""

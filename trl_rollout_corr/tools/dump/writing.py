@@ -149,7 +149,7 @@ class SequenceDump(Watcher):
         """`(N, 2)`: distance and chance of each candidate."""
         return torch.tensor([(offered.distance, offered.chance) for offered in self.offered])
 
-    # Events -----------------------------------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
         self,

@@ -28,8 +28,8 @@ _READERS: dict[str, Callable[[Path], Runs]] = {
     ".db": from_trackio,
 }
 KINDS = (
-    f"{STATE}, a history of W&B (JSON, lines of JSON, CSV, Parquet, or the folder of an offline run), files of events of "
-    "TensorBoard, or a database of Trackio"
+    f"{STATE}, a history of W&B (JSON, lines of JSON, CSV, Parquet, or the folder of an offline run), files of events "
+    "of TensorBoard, or a database of Trackio"
 )
 # Where trackers keep a run below its `output_dir`, or in the folder that they are given, the best first
 _PLACES = (
@@ -39,7 +39,7 @@ _PLACES = (
 )
 
 
-# Where logs are -------------------------------------------------------------------------------------------------------
+# Where logs are ------------------------------------------------------------------------------------------------------
 
 
 def split_source(source: str) -> tuple[Path, str]:
@@ -84,8 +84,8 @@ def refuse_log(source: str) -> None:
     path, _ = split_source(source)
     if path.is_file() and is_log(path):
         raise ValueError(
-            f"{path.name} is a log, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train a few "
-            "steps. `trl-rollout-corr diagnose` and `report` read the log"
+            f"{path.name} is a log, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train "
+            "a few steps. `trl-rollout-corr diagnose` and `report` read the log"
         )
 
 
@@ -99,7 +99,7 @@ def _looks_like_history(schema: pa.Schema) -> bool:
     return bool({"_step", "run_name", "run_id", "train/global_step"} & {*schema.names})
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def first_readable(paths: list[Path], damage: list[str], *, needed: bool, run: str = "") -> list[dict[str, Any]]:
@@ -136,7 +136,8 @@ def read_log(path: Path, damage: list[str], run: str = "") -> list[dict[str, Any
     if len(runs) > 1 and not run:
         others = ", ".join(f"`{other}`" for other in runs if other != name)
         damage.append(
-            f"{path.name} also contains the runs {others}, and the latest, `{name}`, is read. `{path.name}#NAME` names one"
+            f"{path.name} also contains the runs {others}, and the latest, `{name}`, is read. `{path.name}#NAME` "
+            "names one"
         )
     if not rows:
         raise ValueError(f"{path.name} holds no log entries yet")
@@ -173,7 +174,8 @@ def _chosen(path: Path, runs: Runs, run: str) -> tuple[str, list[dict[str, Any]]
     """The named run, or else the last one that has metrics."""
     if run and run not in runs:
         raise ValueError(
-            f"{path.name} has no run {run!r}. Its runs are {', '.join(map(repr, filter(None, runs))) or 'without a name'}"
+            f"{path.name} has no run {run!r}. Its runs are "
+            f"{', '.join(map(repr, filter(None, runs))) or 'without a name'}"
         )
     if run:
         return run, runs[run]

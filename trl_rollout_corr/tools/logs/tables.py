@@ -18,7 +18,7 @@ _OF_RUNS = {"Name", "State", "Created"}  # columns of W&B's table of runs
 _LONGEST_CELL = 100_000_000  # characters
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
+# JSON ----------------------------------------------------------------------------------------------------------------
 
 
 def from_json(path: Path) -> Runs:
@@ -41,8 +41,8 @@ def from_json(path: Path) -> Runs:
     rows = _rows_of(content)
     if rows is None:
         raise ValueError(
-            f"{path.name} is JSON, but neither the state of a trainer, which contains a `log_history`, nor the rows of a "
-            "history, such as `list(run.scan_history())` of W&B"
+            f"{path.name} is JSON, but neither the state of a trainer, which contains a `log_history`, nor the rows "
+            "of a history, such as `list(run.scan_history())` of W&B"
         )
     return by_run(rows)
 
@@ -87,7 +87,7 @@ def _rows_of(content: Any) -> Rows | None:
     return [dict(content)] if any("/" in str(name) for name in content) else None  # the summary of a run
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
+# Tables --------------------------------------------------------------------------------------------------------------
 
 
 def from_csv(path: Path) -> Runs:
@@ -105,8 +105,8 @@ def from_csv(path: Path) -> Runs:
             )
         if {*names} >= _OF_RUNS:
             raise ValueError(
-                f"{path.name} is W&B's table of runs, which has the last value of each metric. Export the history of one run: "
-                "`run.history(samples=10000).to_csv(...)`, or a chart as CSV"
+                f"{path.name} is W&B's table of runs, which has the last value of each metric. Export the history of "
+                "one run: `run.history(samples=10000).to_csv(...)`, or a chart as CSV"
             )
         rows = [
             {name: _cell(text) for name, text in row.items() if name and isinstance(text, str) and text}

@@ -139,7 +139,7 @@ class RolloutCorrectionMonitor(Watcher):
             for alarm in alarms:
                 self._say(alarm, state)
 
-    # Messages ---------------------------------------------------------------------------------------------------------
+    # Messages --------------------------------------------------------------------------------------------------------
 
     def _say(self, alarm: Alarm, state: TrainerState) -> None:
         """Report an alarm, unless it was reported a short while ago."""

@@ -14,8 +14,8 @@ from .windows import is_training_window
 
 
 WITHOUT_METRICS = (
-    "contains no `rollout_corr/` metrics, and none of TRL's `sampling/*`: the run used no trainer of this package, and TRL "
-    "logged no ratio between vLLM and the trainer"
+    "contains no `rollout_corr/` metrics, and none of TRL's `sampling/*`: the run used no trainer of this package, "
+    "and TRL logged no ratio between vLLM and the trainer"
 )
 # Keys of the optimizer step, and then of the x-axis of a tracker, which counts something else where a key above is
 # there

@@ -256,7 +256,7 @@ def write_trials(trials: Sequence[Trial], left_out: Mapping[str, str]) -> str:
     return "\n".join([*lines, *(f"Left out: {change}. {reason}" for change, reason in left_out.items())]) + "\n"
 
 
-# The answer ---------------------------------------------------------------------------------------------------------------
+# The answer ----------------------------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):

@@ -80,8 +80,8 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Mod
         )
     if args.settings.rollout_support is not None:
         raise ValueError(
-            f"`rollout_support` is {args.settings.rollout_support!r}: the trainer then scores over the tokens that sampling "
-            "kept, and vLLM over all. Remove it, and `top_p`, `top_k` and `min_p`, which it makes up for."
+            f"`rollout_support` is {args.settings.rollout_support!r}: the trainer then scores over the tokens that "
+            "sampling kept, and vLLM over all. Remove it, and `top_p`, `top_k` and `min_p`, which it makes up for."
         )
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -322,17 +322,18 @@ def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) 
     """
     if min(lengths) == 0:
         raise ValueError(
-            f"The tokenizer of this model turns a prompt into no tokens, so that vLLM has nothing to continue ({source}). "
-            "Name a file with prompts that the model knows, one in each line: `--prompts FILE`."
+            "The tokenizer of this model turns a prompt into no tokens, so that vLLM has nothing to continue "
+            f"({source}). Name a file with prompts that the model knows, one in each line: `--prompts FILE`."
         )
     if context is not None:
         args.vllm_max_model_length = min(args.vllm_max_model_length, context)
     left = args.vllm_max_model_length - max(lengths) - _LENGTH
     if left < 1:
         raise ValueError(
-            f"A prompt has {max(lengths)} tokens ({source}), and the engine takes texts of {args.vllm_max_model_length} "
-            f"tokens, of which a probe needs {_LENGTH + 1} after the prompt. Name a file with shorter prompts, one in each "
-            "line: `--prompts FILE`, or set `--vllm_max_model_length` higher if the model has a longer context."
+            f"A prompt has {max(lengths)} tokens ({source}), and the engine takes texts of "
+            f"{args.vllm_max_model_length} tokens, of which a probe needs {_LENGTH + 1} after the prompt. Name a file "
+            "with shorter prompts, one in each line: `--prompts FILE`, or set `--vllm_max_model_length` higher if the "
+            "model has a longer context."
         )
     args.max_completion_length = min(args.max_completion_length, left)
 

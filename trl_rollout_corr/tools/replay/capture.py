@@ -15,7 +15,8 @@ class RecordingEngine:
         if not any(getattr(place, "enable_return_routed_experts", False) for place in places):
             raise ValueError(
                 "`rollout_routing` is 'replay', but vLLM does not return its routes. Set `rollout_engine_kwargs: "
-                "{enable_return_routed_experts: true}`, or `rollout_routing` to None. On a CPU vLLM cannot return them."
+                "{enable_return_routed_experts: true}`, or `rollout_routing` to None. On a CPU vLLM cannot return "
+                "them."
             )
 
     def __getattr__(self, name: str) -> Any:

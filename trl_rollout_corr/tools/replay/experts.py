@@ -61,8 +61,9 @@ class Experts:
         if not n:
             return
         reason = self.sampled.problem or (
-            "The sampler did not generate their completions, as after text was added or with images. Keep sampled tokens as "
-            "they are, or set `rollout_routing` to None. A `rollout_func` gives routes to `trainer.keep_routes`."
+            "The sampler did not generate their completions, as after text was added or with images. Keep sampled "
+            "tokens as they are, or set `rollout_routing` to None. A `rollout_func` gives routes to "
+            "`trainer.keep_routes`."
         )
         missing = f"`rollout_routing` is 'replay', but {n} of {total} tokens of the loss lack routes"
         if first:
@@ -93,8 +94,8 @@ class Experts:
             yield flipped
         if trains and routes is not None and not flipped:
             raise RuntimeError(
-                "`rollout_routing` is 'replay', but no router of the model was called in a forward pass of the policy: the "
-                "model was replaced after the trainer was built. Set `rollout_routing` to None."
+                "`rollout_routing` is 'replay', but no router of the model was called in a forward pass of the "
+                "policy: the model was replaced after the trainer was built. Set `rollout_routing` to None."
             )
 
     def end(self) -> None:

@@ -38,8 +38,8 @@ class RouterHooks:
         own = chosen_experts(router, output)
         if len(own) != len(self._routes):
             raise RuntimeError(
-                f"`rollout_routing` is 'replay', but a router sees {len(own)} tokens and the batch {len(self._routes)}: the "
-                "model splits or packs sequences. Set `rollout_routing` to None."
+                f"`rollout_routing` is 'replay', but a router sees {len(own)} tokens and the batch "
+                f"{len(self._routes)}: the model splits or packs sequences. Set `rollout_routing` to None."
             )
         given = self._routes[:, place].long()
         has_route = given != no_route(self._routes)
@@ -62,8 +62,8 @@ class RouterHooks:
             chunk = routes[start : start + len(kwargs["input_ids"])]
             if torch.is_grad_enabled() and len(chunk) != len(routes):
                 raise RuntimeError(
-                    "`rollout_routing` is 'replay', but a batch with gradient runs several forward passes. This version "
-                    "of TRL is not supported: install a version of trl that this release was tested with."
+                    "`rollout_routing` is 'replay', but a batch with gradient runs several forward passes. This "
+                    "version of TRL is not supported: install a version of trl that this release was tested with."
                 )
             self._routes, start = chunk.flatten(0, 1).to(kwargs["input_ids"].device), start + len(chunk)
 

@@ -93,7 +93,7 @@ def find_routers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     if unknown or not routers:
         got = f"the model routes with {', '.join(sorted(unknown))}" if unknown else "the model contains no router"
         raise ValueError(
-            f"`rollout_routing` is 'replay', but {got}. Router classes that can be replayed: {', '.join(ROUTERS)}. Set "
-            "`rollout_routing` to None."
+            f"`rollout_routing` is 'replay', but {got}. Router classes that can be replayed: {', '.join(ROUTERS)}. "
+            "Set `rollout_routing` to None."
         )
     return dict(sorted(routers.items()))

@@ -68,16 +68,16 @@ class SampledRoutes:
         layers = routes.shape[1] if routes.ndim == 3 else 0
         if layers <= self.layers[-1] or routes.shape[2] != self.top_k:
             raise ValueError(
-                f"The routes of a completion have shape {routes.shape}, but must have {n} tokens, one entry for each decoder "
-                f"layer (at least {self.layers[-1] + 1}) and {self.top_k} experts. Sample from the trainer's model, or set "
-                "`rollout_routing` to None."
+                f"The routes of a completion have shape {routes.shape}, but must have {n} tokens, one entry for each "
+                f"decoder layer (at least {self.layers[-1] + 1}) and {self.top_k} experts. Sample from the trainer's "
+                "model, or set `rollout_routing` to None."
             )
         routes = routes[:n, self.layers].astype(np.int64)
         if len(routes) < n or (routes < 0).any():
             n_complete = int((routes >= 0).all((1, 2)).sum())
             raise ValueError(
-                f"The routes of a completion consist of {n_complete} rows for {n} tokens: the sampler did not return the "
-                "routes of tokens that it took from its prefix cache, or of a part of a sequence. Set "
+                f"The routes of a completion consist of {n_complete} rows for {n} tokens: the sampler did not return "
+                "the routes of tokens that it took from its prefix cache, or of a part of a sequence. Set "
                 f"`rollout_engine_kwargs: {{enable_prefix_caching: false}}`, and no `routed_experts_prompt_start`."
             )
         # several experts of a token differ, so they are not all 0; a single one may be 0 for all tokens

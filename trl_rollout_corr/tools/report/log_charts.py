@@ -207,7 +207,7 @@ def more_trends(facts: Facts) -> Section | None:
     return Section("trends", "More trends", charts=charts) if charts else None
 
 
-# Rejected tokens ----------------------------------------------------------------------------------------------------------
+# Rejected tokens -----------------------------------------------------------------------------------------------------
 
 
 def rejected(facts: Facts) -> Section | None:
@@ -227,8 +227,8 @@ def rejected(facts: Facts) -> Section | None:
         parts.append(f"The mean reward is {where}.")
     if rows:
         parts.append(
-            "The table shows means of the logged shares. Down-weighted is the mean of max(0, 1 - factor on the gradient), "
-            "where a rejected token counts as 0."
+            "The table shows means of the logged shares. Down-weighted is the mean of max(0, 1 - factor on the "
+            "gradient), where a rejected token counts as 0."
         )
     table = pd.DataFrame(rows, columns=["tokens", "share"]) if rows else None
     return Section("rejected", "Who is rejected", " ".join(parts), table=table) if parts else None

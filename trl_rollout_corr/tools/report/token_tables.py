@@ -94,7 +94,7 @@ def _example(sequences: Sequences, index: int) -> Example:
     return Example(sequences.text(row, place), *around)
 
 
-# The worst ----------------------------------------------------------------------------------------------------------------
+# The worst -----------------------------------------------------------------------------------------------------------
 
 
 def find_worst(sequences: Sequences) -> Worst:
@@ -131,7 +131,7 @@ def _worst(sequences: Sequences, i: int, times: int) -> Token:
     )
 
 
-# Tokens that lose their gradient ------------------------------------------------------------------------------------------
+# Tokens that lose their gradient -------------------------------------------------------------------------------------
 
 
 def find_lost(sequences: Sequences, settings: Settings | None) -> Lost:
@@ -178,7 +178,7 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
     return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows)
 
 
-# Texts that cause most rejections -----------------------------------------------------------------------------------------
+# Texts that cause most rejections ------------------------------------------------------------------------------------
 
 
 def concentration(lost: Lost, settings: Settings | None) -> str:
@@ -210,14 +210,16 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
     names = [f"`{in_line(row.example.text)}`" for row in rows]
     texts = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
     parts = [
-        f"{percent(round(of_all, 2))} of the {table.rejected:,} rejected tokens with a {table.sign} advantage are {texts}, "
-        f"but only {percent(round(occurs, 3))} of all tokens with such an advantage ({completions:,} completions)."
+        f"{percent(round(of_all, 2))} of the {table.rejected:,} rejected tokens with a {table.sign} advantage are "
+        f"{texts}, but only {percent(round(occurs, 3))} of all tokens with such an advantage ({completions:,} "
+        "completions)."
     ]
     moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
     if (train > rollout) == positive:
         parts.append(
             f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
-            "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows learning."
+            "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows "
+            "learning."
         )
         learn = "belong to a format that must be learned" if positive else "must be unlearned faster"
         remedy = f"{_wider(settings, positive)}push the model weights to the sampler more often"

@@ -24,8 +24,8 @@ _POLICY_LOSS = (
     "`rollout_correction: bypass_dppo_tv` and `bypass_dppo_kl` are DPPO around the sampler"
 )
 _LOGPROBS_MODE = (
-    "it decides what every ratio means. TRL asks vLLM for `processed_logprobs`, those that tokens are sampled with. In "
-    "another mode, ratios of verl are off wherever the temperature is not 1 or tokens are cut"
+    "it decides what every ratio means. TRL asks vLLM for `processed_logprobs`, those that tokens are sampled with. "
+    "In another mode, ratios of verl are off wherever the temperature is not 1 or tokens are cut"
 )
 _QUANTISED = (
     "write `rollout_engine_kwargs: {quantization: fp8}` for a sampler of 8 bits (`trl-rollout-corr docs "

@@ -115,8 +115,8 @@ def _about_script(text: str) -> str:
     started = _STARTS.search(text)
     command = f"`{' '.join(started[0].split())}`" if started else "the command that is given the settings"
     return (
-        f"This is a shell script: put `trl-rollout-corr convert` in the place of {command} in a copy of it, and run that. "
-        "Then the shell expands its variables."
+        f"This is a shell script: put `trl-rollout-corr convert` in the place of {command} in a copy of it, and run "
+        "that. Then the shell expands its variables."
     )
 
 
@@ -143,7 +143,7 @@ def read_file(path: str) -> str:
         raise ValueError(f"not YAML: {error}") from None
 
 
-# Settings of other tools ----------------------------------------------------------------------------------------------
+# Settings of other tools ---------------------------------------------------------------------------------------------
 
 
 def convert(arguments: list[str]) -> str:
@@ -246,7 +246,8 @@ def _translate(sections: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[di
         value = added.pop(name)
         if value != kept[name]:
             warn(
-                f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl or SkyRL, which is left out.",
+                f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl or SkyRL, which is left "
+                "out.",
                 name,
             )
     named = ", ".join(f"`{name}`" for name in sections)
@@ -320,8 +321,8 @@ def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], 
             raise SettingError(
                 doubtful[0],
                 others[doubtful[0]],
-                "which may correct for the sampler, and cannot be translated. Nothing else does, so that the result would "
-                "train without a correction",
+                "which may correct for the sampler, and cannot be translated. Nothing else does, so that the result "
+                "would train without a correction",
                 remedy="Choose one (`trl-rollout-corr docs choosing`), or leave this setting out.",
             )
         if doubtful_options:
@@ -426,7 +427,7 @@ def _read_argument(key: str, text: str) -> object:
     return text
 
 
-# Settings of this package ---------------------------------------------------------------------------------------------
+# Settings of this package --------------------------------------------------------------------------------------------
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:

@@ -169,8 +169,8 @@ def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
             criteria[criterion] = _bounds(pair, key)
     if "token_k1" in criteria and (metric or section.get("tis_ratio_type") == "sequence"):
         warn(
-            "In SkyRL, tokens that `token_mask_*` drops do not count in the ratio of their completion. Here they do, so that "
-            "a few more completions may be rejected or get another weight.",
+            "In SkyRL, tokens that `token_mask_*` drops do not count in the ratio of their completion. Here they do, "
+            "so that a few more completions may be rejected or get another weight.",
             "token_mask_is_threshold_low",
         )
     return criteria
@@ -187,10 +187,10 @@ def _warn_about_forks(low: float, high: float) -> None:
         )
     )
     warn(
-        "Forks of SkyRL use `token_mask_eps_low` and `token_mask_eps_high` with more than one meaning. Here they are read as "
-        f"distances of the ratio from 1, which keeps ratios in {kept}. If they are bounds of the ratio in your fork, the "
-        f"entry of `token_k1` in `rollout_rs_threshold` must be {of_ratio}, and {of_logarithm} if they are bounds of its "
-        "logarithm.",
+        "Forks of SkyRL use `token_mask_eps_low` and `token_mask_eps_high` with more than one meaning. Here they are "
+        f"read as distances of the ratio from 1, which keeps ratios in {kept}. If they are bounds of the ratio in "
+        f"your fork, the entry of `token_k1` in `rollout_rs_threshold` must be {of_ratio}, and {of_logarithm} if they "
+        "are bounds of its logarithm.",
         "token_mask_eps_low",
     )
 

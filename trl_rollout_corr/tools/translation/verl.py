@@ -15,7 +15,7 @@ from ...settings.thresholds import TRUTH, parse_number, parse_rejection_threshol
 from .trl import OFF, read_keys, read_value
 
 
-# Names of verl, as data -----------------------------------------------------------------------------------------------
+# Names of verl, as data ----------------------------------------------------------------------------------------------
 
 # Today's keys of verl's section, then the keys of its first version, then one that existed for a few weeks
 VERL_KEYS = (
@@ -65,7 +65,7 @@ _LOSSES = ("ppo_clip", "reinforce")  # other systems use a `loss_type`, too
 NOT_SET = object()
 
 
-# verl -----------------------------------------------------------------------------------------------------------------
+# verl ----------------------------------------------------------------------------------------------------------------
 
 
 def from_verl(section: object) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def _inverted(bounds: Any, name: str) -> list[float]:
         return [lower, upper]
     inverted = [1 / upper, 1 / lower]
     warn(
-        f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios in "
-        f"[{inverted[0]:.6g}, {inverted[1]:.6g}], and the translated configuration has these bounds. If you meant ratios in "
-        f"[{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
+        f"verl applies the bounds of `{name}` to the inverse of the ratio: [{lower:g}, {upper:g}] there keeps ratios "
+        f"in [{inverted[0]:.6g}, {inverted[1]:.6g}], and the translated configuration has these bounds. If you meant "
+        f"ratios in [{lower:g}, {upper:g}], set `rollout_rs_threshold` to that.",
         "rollout_rs_threshold",
     )
     return inverted
@@ -231,7 +231,8 @@ def _with_older(section: object, others: dict[str, object]) -> tuple[object, dic
     for key, value in older.items():
         if key not in unset and given[key] != value and key != "rollout_is_threshold":
             warn(
-                f"`{key}` is {given[key]!r} in `rollout_correction`, so that {value!r} of an older setting is left out.",
+                f"`{key}` is {given[key]!r} in `rollout_correction`, so that {value!r} of an older setting is left "
+                "out.",
                 key,
             )
     if "rollout_is" in unset:  # the cap belongs to these weights
