@@ -623,38 +623,44 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
     [
         (
             {"rollout_correction": "trl"},
-            "trl: TRL's loss, unchanged: each completion is weighted by its ratio (trainer to sampler), or by 0 outside "
-            f"[0, 3]; {AROUND_OLD}",
+            "trl (TRL's loss, unchanged): each completion is weighted by its ratio (trainer to sampler), or by 0 outside "
+            f"[0, 3]. {AROUND_OLD}.",
         ),
         (
             {"rollout_correction": "auto"},
-            "auto: each token is weighted by its ratio (trainer to sampler) moved into [0, 3] if its advantage is negative, "
-            "and by 1, but for rounding, if it is positive; rejected are tokens whose probability has "
-            "moved with the update by more than 0.2 beyond rounding "
-            f"(token_tv), and tokens whose ratio is below 0.001 (token_k1); {AROUND_OLD}",
+            "auto: tokens with negative advantage are weighted by their ratio (trainer to sampler), at most 3, and the others "
+            "by 1, but for rounding. Tokens are rejected if their probability has moved with the update by more than 0.2 "
+            f"beyond rounding (token_tv), or if their ratio is below 0.001 (token_k1). {AROUND_OLD}.",
         ),
-        ({"rollout_is": "token"}, f"each token is weighted by its ratio (trainer to sampler) up to 2; {AROUND_OLD}"),
+        (
+            {"rollout_is": "token"},
+            f"each token is weighted by its ratio (trainer to sampler), at most 2. {AROUND_OLD}.",
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": [0.5, 2.0], "rollout_is_clamp": True},
+            f"each token is weighted by its ratio (trainer to sampler), kept within [0.5, 2]. {AROUND_OLD}.",
+        ),
         (
             {"rollout_correction": "decoupled_token_icepop", "rollout_is": "geometric"},
             "decoupled_token_icepop with changes: each completion is weighted by its mean ratio (trainer to sampler), or by 0 "
-            f"outside [0.5, 5]; {AROUND_OLD}",
+            f"outside [0.5, 5]. {AROUND_OLD}.",
         ),
         (
             {"rollout_correction": "bypass_pg_is", "rollout_loss_type": "ppo_clip"},
-            "bypass_pg_is with changes: each completion is weighted by its ratio (trainer to sampler) up to 2, which is only "
-            "reported; PPO clips around the sampler",
+            "bypass_pg_is with changes: each completion is weighted by its ratio (trainer to sampler), at most 2, which is "
+            "only reported. PPO clips around the sampler.",
         ),
         (
             {"rollout_rs": ["seq_mean_k1", "turn_max_k2"], "rollout_rs_threshold": [[0.5, 2.0], 0.1]},
-            "rejected are completions whose mean ratio is outside [0.5, 2] (seq_mean_k1), and turns whose max k2 is above 0.1 "
-            f"(turn_max_k2); {AROUND_OLD}",
+            "completions are rejected if their mean ratio is outside [0.5, 2] (seq_mean_k1), and turns if their max k2 is "
+            f"above 0.1 (turn_max_k2). {AROUND_OLD}.",
         ),
         (
             {"rollout_correction": "bypass_pg_is", "rollout_is": None, "rollout_metrics_only": True},
-            "bypass_pg_is with changes: measured only: the loss is REINFORCE, without clipping",
+            "bypass_pg_is with changes (measured only): the loss is REINFORCE, without clipping.",
         ),
-        ({"rollout_correction": "disabled"}, "disabled: no correction"),
-        ({"rollout_correction": None}, "no correction"),
+        ({"rollout_correction": "disabled"}, "disabled: no correction."),
+        ({"rollout_correction": None}, "no correction."),
     ],
 )
 def test_the_line_of_a_run_says_what_is_done(fields, line):

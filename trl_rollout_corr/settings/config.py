@@ -177,7 +177,7 @@ class RolloutCorrectionConfig:
 
     @property
     def description(self) -> str:
-        """One sentence about the settings in effect."""
+        """At most three sentences about the settings in effect."""
         return settings_in_words(self.settings)
 
     def check(self) -> Settings:

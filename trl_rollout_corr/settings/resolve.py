@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..messages import SettingError
+from ..messages import SettingError, capitalized
 from .criteria import DIRECTED, SCOPES, Bounding, Criterion
 from .fields import PARSERS, MonitorAction
 from .presets import UNSET, settings_of
@@ -184,7 +184,12 @@ def _criterion(name: str, bounds: Any) -> Criterion:
 # In words ------------------------------------------------------------------------------------------------------------
 
 _UNITS = {"token": "token", "turn": "turn", "seq": "completion"}
-_RATIOS = {"": "ratio is", "sum": "product of ratios is", "mean": "mean ratio is", "max": "tokens have a ratio"}
+_RATIOS = {
+    "": "their ratio",
+    "sum": "the product of their ratios",
+    "mean": "their mean ratio",
+    "max": "one of their ratios",
+}
 _CLIPPING = {
     "decoupled": "PPO clips around the trainer's old policy",
     "ppo_clip": "PPO clips around the sampler",
@@ -193,58 +198,71 @@ _CLIPPING = {
 
 
 def settings_in_words(settings: Settings) -> str:
-    """One sentence about settings: the preset, weights, rejected tokens and mode."""
+    """At most three sentences about settings: the preset and its weights, rejected tokens, and the mode."""
+    sentences = [] if settings.bounding is None else [_weights_in_words(settings)]
+    sentences += [_rejection_in_words(settings)] if settings.criteria else []
+    sentences += [_CLIPPING[settings.mode]] if sentences or settings.bypass_mode else ["no correction"]
     with_changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
-    name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}: "
-    parts = [] if settings.bounding is None else [_weights_in_words(settings)]
-    if settings.criteria:
-        beyond = settings.rollout_allow_rounding
-        rejected = [
-            _rejection_in_words(criterion, bounds, beyond_rounding=beyond and criterion.widens)
-            for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold, strict=True)
-        ]
-        parts.append("rejected are " + ", and ".join(rejected))
-    parts += [_CLIPPING[settings.mode]] if parts or settings.bypass_mode else ["no correction"]
+    name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}"
     measured = (
-        "measured only: " if settings.rollout_metrics_only else "TRL's loss, unchanged: " if settings.by_trl else ""
+        "measured only" if settings.rollout_metrics_only else "TRL's loss, unchanged" if settings.by_trl else None
     )
-    return f"{name or ''}{measured}{'; '.join(parts)}"
+    head = f"{name} ({measured})" if name and measured else name or measured
+    first, *rest = sentences
+    first = f"{head}: {first}" if head else first
+    return "".join(f"{sentence}." for sentence in [first, *(f" {capitalized(sentence)}" for sentence in rest)])
 
 
 def _weights_in_words(settings: Settings) -> str:
     bounding = settings.bounding
     bounds: Any = settings.rollout_is_threshold
     assert bounding is not None
-    mean = "mean " if settings.rollout_is == "geometric" else ""
-    weights = f"each {_UNITS[bounding.unit]} is weighted by its {mean}ratio (trainer to sampler)"
-    if not isinstance(bounds, list):
-        weights += "" if math.isinf(bounds) else f" up to {bounds:g}"
+    unit = _UNITS[bounding.unit]
+    ratio = f"{'mean ' if settings.rollout_is == 'geometric' else ''}ratio (trainer to sampler)"
+    if is_by_sign(bounds):
+        negative, positive = (_bounds_in_words(pair, clamps=bounding.clamps) for pair in bounds)
+        lower, upper = bounds[1]
+        others = f"the others by {lower:g}" if lower == upper else f"the others by theirs{positive}"
+        widened = ", but for rounding" if settings.rollout_allow_rounding else ""
+        weights = f"{unit}s with negative advantage are weighted by their {ratio}{negative}, and {others}{widened}"
     else:
-        negative, *positive = bounds if is_by_sign(bounds) else [bounds]
-        how = " moved into" if bounding.clamps else ", or by 0 outside"
-        weights += f"{how} {_interval(negative)}"
-        for lower, upper in positive:
-            value = f"{lower:g}" if lower == upper else f"the ratio{how} {_interval([lower, upper])}"
-            widened = ", but for rounding," if settings.rollout_allow_rounding else ""
-            weights += f" if its advantage is negative, and by {value}{widened} if it is positive"
+        weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}"
     return weights if settings.applies_weights else f"{weights}, which is only reported"
 
 
-def _rejection_in_words(criterion: Criterion, bounds: Any, *, beyond_rounding: bool) -> str:
-    things = f"{_UNITS[criterion.unit]}s whose"
+def _bounds_in_words(bounds: float | list[float], *, clamps: bool) -> str:
+    lower, upper = bounds if isinstance(bounds, list) else (0.0, bounds)
+    if isinstance(bounds, list) and not clamps:
+        return f", or by 0 outside {_interval(bounds)}"
+    if lower > 0:
+        return f", kept within {_interval([lower, upper])}"
+    return "" if math.isinf(upper) else f", at most {upper:g}"
+
+
+def _rejection_in_words(settings: Settings) -> str:
+    reasons: dict[str, list[str]] = {}  # by unit
+    for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold, strict=True):
+        beyond_rounding = settings.rollout_allow_rounding and criterion.widens
+        reason = f"{_fact_in_words(criterion, bounds, beyond_rounding=beyond_rounding)} ({criterion.name})"
+        reasons.setdefault(_UNITS[criterion.unit], []).append(f"if {reason}")
+    (unit, first), *others = reasons.items()
+    more = [f"{other}s {', or '.join(ifs)}" for other, ifs in others]
+    return ", and ".join([f"{unit}s are rejected {', or '.join(first)}", *more])
+
+
+def _fact_in_words(criterion: Criterion, bounds: Any, *, beyond_rounding: bool) -> str:
     if criterion.directed:
         size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
         measure = "" if criterion.divergence == "tv" else "a KL divergence of "
         beyond = " beyond rounding" if beyond_rounding else ""
-        fact = f"probability has moved with the update by more than {measure}{size}{beyond}"
-    elif criterion.divergence == "k1":
-        (lower, upper), ratio = bounds, _RATIOS[criterion.scope.partition("_")[2]]
+        return f"their probability has moved with the update by more than {measure}{size}{beyond}"
+    statistic = criterion.scope.partition("_")[2]
+    if criterion.divergence == "k1":
+        lower, upper = bounds
         side = f"below {lower:g}" if math.isinf(upper) else f"above {upper:g}" if lower == 0 else ""
-        fact = f"{ratio} {side or f'outside {_interval(bounds)}'}"
-    else:
-        statistic = f"{criterion.scope.partition('_')[2]} {criterion.divergence}".strip()
-        fact = f"{statistic} is above {bounds:g}"
-    return f"{things} {fact} ({criterion.name})"
+        return f"{_RATIOS[statistic]} is {side or f'outside {_interval(bounds)}'}"
+    number = f"{statistic} {criterion.divergence}".strip()
+    return f"their {number} is above {bounds:g}"
 
 
 def _interval(bounds: list[float]) -> str:

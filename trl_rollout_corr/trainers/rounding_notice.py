@@ -1,4 +1,4 @@
-"""One line that says how old the weights of the sampler are and what the correction does about it, whenever it changes."""
+"""Three sentences on the age of the sampler's weights and what the correction does about it, whenever it changes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from ..messages import PREFIX
 from ..settings.resolve import Settings
 
 
-MOVED = 0.05  # of the trust region, from which on it is told again
+MOVED = 0.05  # change of the trust region that is told
 
 
 class _Said(NamedTuple):
@@ -40,15 +40,18 @@ class RoundingNotice:
             effects.append(f"the trust region begins at {bound + rounding:.3g}")
         if self.settings.bounding is not None and self.settings.bounding.directed:
             size = metrics.get(f"{PREFIX}rounding_log_ratio", 0.0)
-            effects.append(f"the weights of good tokens are 1 to within {100 * size:.2g} %")
-        told = " and ".join(effects)
-        return f"Rounding alone moves a probability by {rounding:.2g} (99th percentile), so {told}."
+            within = f" to within {100 * size:.2g} %" if size else ""
+            effects.append(f"tokens with positive advantage are weighted by 1{within}")
+        told = ", and ".join(effects)
+        if not rounding:
+            return f"No rounding was measured, so {told}."
+        return f"Rounding alone moves a probability by up to {rounding:.2g} (99th percentile). So {told}."
 
 
 _AGES = {
     "fresh": "the weights of the sampler are the newest.",
     "stale": "the weights of the sampler are older than those of the trainer.",
-    "unknown": "the sampler does not say how old its weights are, so nothing is taken for rounding.",
+    "unknown": "the sampler does not say how old its weights are.",
 }
 
 
