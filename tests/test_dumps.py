@@ -3,7 +3,7 @@
 import json
 import math
 import os
-import re
+import runpy
 import subprocess
 import sys
 from datetime import UTC, date, datetime
@@ -924,7 +924,7 @@ def test_a_dump_that_gets_no_sequence_is_named(make, tmp_path):
         make(rollout_dump_dir=str(tmp_path / "none"), rollout_dump_sampled=0, rollout_dump_worst=0)
 
 
-# Batches of verl, as in `docs/verl.md` ----------------------------------------------------------------------------------
+# Batches of verl, as `examples/verl_dump.py` reads them ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -937,7 +937,7 @@ def shifted(tmp_path):
     return [shift(row) for row in read_dump(folder).rows]
 
 
-def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypatch, capsys):
+def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypatch, capsys):
     rows, width = shifted, 4
     length = max(len(row["token_ids"]) for row in rows)
     (tmp_path / "verl_batches").mkdir()
@@ -962,8 +962,7 @@ def test_the_script_of_the_document_makes_a_dump_of_batches_of_verl(shifted, tmp
             batch["token_level_scores"][i, n - 1] = row["reward"]
         torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs/verl.md").read_text().split("## Dumps of verl")[1]
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
+    runpy.run_path(str(ROOT / "examples/verl_dump.py"))
     made = read_dump(tmp_path / "dump").rows
     names = ("step", "prompt_ids", "token_ids", "mask", "reward")
     assert [{name: row[name] for name in names} for row in made] == [
