@@ -523,7 +523,7 @@ def test_turns_after_the_first_have_the_gap_where_their_context_differs(maker, r
     maker.make("lost_reasoning", SEED, turns, "float32")
     assert main(["diagnose", str(maker.output / "lost_reasoning" / str(SEED))]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("Found: another context from the second turn on.")
+    assert said.startswith("Found: another context in the second and later turns.")
     assert "All of the gap is in the turns after the first of a completion, 32 of 96 turns." in said
     assert "Keep the token ids of all turns" in said
 

@@ -35,10 +35,7 @@ class Cause(NamedTuple):
 _REFER = "importance weights would refer to a policy that no token was sampled from"
 # Only for values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
-_GROWS = (
-    "A correction is valid, because tokens and log-probabilities come from the same old weights, but the gap keeps "
-    "growing. So repair the push."
-)
+_GROWS = "A correction is valid, but the gap keeps growing. So repair the push."
 _RAW = (
     "A correction for another temperature is valid, but equal temperatures need none. Do not correct for log-probabilities "
     f"taken before temperature: the {_REFER}."
@@ -69,7 +66,7 @@ CAUSES: dict[str, Cause] = {
         Test(single_tokens.missing, 0.0, 0.001),
         "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the log-probability of "
         "each sampled token, and 0 in `env_mask` for tokens that nobody sampled. The loss leaves such tokens out, unless "
-        "`rollout_nan_policy` is neutralize, and they change nothing else.",
+        "`rollout_nan_policy` is neutralize.",
         may_correct=True,
     ),
     "shift": Cause(
@@ -81,9 +78,8 @@ CAUSES: dict[str, Cause] = {
     "offset": Cause(
         "log-probabilities that are off by the same number at every token",
         Test(single_tokens.offset, 0.5, 0.8),
-        "A `rollout_func`, an environment or a server returns values that are not normalised: logits, log-probabilities of a "
-        "part of the vocabulary, or ones to which a bonus or a length was added. Return `log_softmax` of all logits at the "
-        f"sampled token. {HIDES}",
+        "A `rollout_func`, an environment or a server returns values that are not normalised, such as logits. Return "
+        f"`log_softmax` of all logits at the sampled token. {HIDES}",
     ),
     "not_sampled": Cause(
         "values that are not log-probabilities of the sampled tokens",
@@ -96,8 +92,7 @@ CAUSES: dict[str, Cause] = {
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
         "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the sampler, "
-        "and apply the chat template once. A correction is valid, but the completions answer a different prompt than the "
-        "trained one.",
+        "and apply the chat template once. A correction is valid, but the completions answer another prompt.",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
@@ -117,19 +112,18 @@ CAUSES: dict[str, Cause] = {
         may_correct=True,
     ),
     "later_turns": Cause(
-        "another context from the second turn on",
+        "another context in the second and later turns",
         Test(single_tokens.later_turns, 3.0, 6.0),
-        "The sampler and the trainer read the previous turns as different tokens: text was rendered again between turns, and "
-        "reasoning or special tokens were lost or added. Keep the token ids of all turns, and append the ids of the tool's "
-        "answer to them. A correction is valid, but the model learns in a context that it never meets.",
+        "Text was rendered again between turns, so that reasoning or special tokens were lost or added. Keep the token ids "
+        "of all turns, and append the ids of the tool's answer to them. A correction is valid, but the model learns in a "
+        "context that it never meets.",
     ),
     "by_advantage": Cause(
         "completions whose advantage is of one sign, while the others of the same steps show less",
         Test(single_tokens.by_advantage, 1.5, 2.5),
-        "Neither rounding nor old weights know the advantage. Something that comes after the rewards makes the difference: "
-        "values that are computed again or stored in another type for one kind, completions that are edited, or completions "
-        "from another source, such as demonstrations. Look at `kl_advantage_positive` and `kl_advantage_negative`, because "
-        "`k3_kl` may stay flat while the reward falls.",
+        "Something that comes after the rewards makes the difference: values that are computed again or stored in another "
+        "type for one kind, edited completions, or completions from another source, such as demonstrations. Look at "
+        "`kl_advantage_positive` and `kl_advantage_negative`: `k3_kl` may stay flat while the reward falls.",
     ),
     "prefix_cache": Cause(
         "a prefix cache that is older than the weights",
@@ -149,9 +143,8 @@ CAUSES: dict[str, Cause] = {
         "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
         "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. A batch of one "
-        "does not remove the padding, because TRL pads all completions of a generation before it splits them into batches: "
-        "`trl-rollout-corr probe MODEL` scores them without padding. Do not correct for it: the trainer scores another policy "
-        "than it should.",
+        "does not remove the padding; `trl-rollout-corr probe MODEL` scores without it. Do not correct for it: the trainer "
+        "scores another policy than it should.",
     ),
     "dropout": Cause(
         "dropout in the trainer",
@@ -165,10 +158,9 @@ CAUSES: dict[str, Cause] = {
     "some_prompts": Cause(
         "some prompts, and always the same",
         Test(single_tokens.some_prompts, 0.4, 0.7),
-        "Compare these prompts with the others, token by token, as the sampler and the trainer read them: length, special "
-        "tokens, images, and the adapter that the request names. Score one of their completions with another engine, and "
-        "leave the prompts out until the cause is found. A correction is valid if the sampler reads these prompts "
-        "differently. If their log-probabilities are wrong, it hides a mistake.",
+        "Compare these prompts with the others, as the sampler and the trainer read them: length, special tokens, images, "
+        "and the adapter that the request names. Leave them out until the cause is found. A correction is valid if the "
+        "sampler reads these prompts differently. If their log-probabilities are wrong, it hides a mistake.",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -180,17 +172,16 @@ CAUSES: dict[str, Cause] = {
     "own_updates": Cause(
         "the policy's own updates",
         Test(drift.own_updates, 0.4, 0.6),
-        "In bypass mode, a batch can be trained on several times. Its log-ratio then includes the updates since it was "
-        "sampled. The sampler is correct, and you need not change anything: judge its gap by the first visit of a batch. "
-        "Without `bypass_mode`, sampler and updates are measured separately.",
+        "In bypass mode, a batch that is trained on several times includes the updates since it was sampled. You need not "
+        "change anything. Without `bypass_mode`, sampler and updates are measured separately.",
         may_correct=True,
     ),
     "recorded": Cause(
         "completions that were used before: a fixed pool, or a buffer that replays them",
         Test(drift.recorded, 0.2, 0.5),
-        "The completions come from the policy of the step in which they were recorded, and the trainer has learned from "
-        "them since: announce that step (`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio "
-        "may exceed 1, because the trainer has made these very tokens likelier.",
+        "The trainer has learned from these completions since they were recorded: announce the step of the policy that "
+        "sampled them (`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio may exceed 1, "
+        "because the trainer has made these very tokens likelier.",
         may_correct=True,
     ),
     "changed": Cause(
@@ -277,9 +268,8 @@ CAUSES: dict[str, Cause] = {
     "other_draws": Cause(
         "tokens that were drawn from another distribution than their values",
         Test(sampling.other_draws, 0.1, 0.3),
-        "Trainer and sampler agree about the values, but the tokens are too likely or too unlikely for them: the values are "
-        "of the whole distribution at the trainer's temperature, and the tokens were drawn with another temperature, with "
-        "`top_p`, or in another way. Return the log-probabilities of the distribution that tokens are drawn from "
+        "Trainer and sampler agree about the values, but the tokens were drawn with another temperature, with `top_p`, or in "
+        "another way. Return the log-probabilities of the distribution that tokens are drawn from "
         f"(`--logprobs-mode processed_logprobs`), or draw from the whole one. {HIDES}",
     ),
     "routing": Cause(
@@ -287,7 +277,7 @@ CAUSES: dict[str, Cause] = {
         Test(precision.routing, 60.0, 120.0),
         "A few tokens show a log-ratio of several nats, and the others almost none. Correct single tokens, not completions: "
         "one such token would decide the weight of its completion. With vLLM in the training process and without tensor "
-        "parallelism, the trainer can also replay the sampler's experts; with a server it is refused.",
+        "parallelism, the trainer can also replay the sampler's experts.",
         {"rollout_routing": "replay"},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on both sides "
         "make them fewer.",
