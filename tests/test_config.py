@@ -973,8 +973,7 @@ def test_the_configuration_says_before_the_run_what_it_does_to_the_loss(fields, 
 
 # What works together --------------------------------------------------------------------------------------------------
 
-REINFORCE = [name for name in VERL_PRESETS if name.startswith("bypass_pg")]
-REINFORCE += ["bypass_dppo_tv", "bypass_dppo_kl", "bypass_flash_reinforce"]
+REINFORCE = [name for name, fields in PRESETS.items() if fields.get("rollout_loss_type") == "reinforce"]
 TOGETHER = {  # columns of the table in docs/choosing.md
     "RLOO": [{}],
     "asynchronous": [{}],
