@@ -79,7 +79,7 @@ def config_of(trainer, fields):
 SITUATIONS = [
     Situation(gap, *flags)
     for gap in ("none", "small", "large")
-    for flags in itertools.product((False, True), repeat=4)
+    for flags in itertools.product((False, True), repeat=len(Situation._fields) - 1)
 ]
 
 
