@@ -209,6 +209,27 @@ def test_good_tokens_weigh_at_most_as_much_as_bad_ones():
         assert correct(rollout + 5.0, rollout, torch.tensor([sign]), rounding).coefficients.item() == 3.0
 
 
+def test_good_tokens_weigh_at_least_as_much_as_bad_ones():
+    rounding = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    rollout, bounds = torch.tensor([[-1.0]]), [[0.5, 3.0], [1.0, 1.0]]
+    for sign in (1.0, -1.0):
+        found = correct(
+            rollout - 0.9, rollout, torch.tensor([sign]), rounding, rollout_is_threshold=bounds, rollout_rs=None
+        )
+        assert found.coefficients.item() == 0.5
+
+
+def test_each_completion_has_its_own_rounding_in_a_batch_of_several_blocks():
+    """A block ends after 2^17 tokens, which one of these completions fills."""
+    train, rollout = policies(0.3, shape=(3, 2**17))
+    rounding = torch.tensor([[0.0, 0.0], [0.1, 0.2], [0.2, 0.4]], dtype=torch.float64)
+    whole = correct(train, rollout, torch.ones(3), rounding).coefficients
+    for i in range(3):
+        alone = correct(train[i : i + 1], rollout[i : i + 1], torch.ones(1), rounding[i]).coefficients
+        assert whole[i].equal(alone[0])
+    assert not whole[1].equal(correct(train[1:2], rollout[1:2], torch.ones(1), rounding[2]).coefficients[0])
+
+
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore:The trainer computes in float32")
 @pytest.mark.parametrize("kind", TRAINERS)
