@@ -534,3 +534,47 @@ def test_turn_ids_take_the_place_of_runs():
     assert sums([0, 0, 7, 7, 7]) == sums(None)
     with pytest.raises(ValueError, match=r"one shape .*`turn_ids` \(1, 3\)"):
         sums([0, 1, 2])
+
+
+# A criterion or weights of the user ------------------------------------------------------------------------------------
+
+
+def corrected(**fields):
+    """Three tokens, of which the settings reject the first, and a hole. Weights are 2 and 0.5 where they keep."""
+    d = torch.tensor([[3.0, math.log(2.0), math.nan, -math.log(2.0)]])
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=9.0, rollout_rs="token_k1", rollout_rs_threshold=[0.1, 10.0], **fields
+    )
+    return compute_rollout_correction(d, torch.zeros_like(d), torch.ones_like(d), config)
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        ([[True, True, True, False]], [0.0, 2.0, 0.0, 0.0]),  # what the settings reject stays rejected
+        ([[True]], [0.0, 2.0, 0.0, 0.5]),
+        ([[False]], [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_a_token_needs_both_the_settings_and_the_criterion_of_the_user(keep, left):
+    found = corrected().adjusted(keep=torch.tensor(keep))
+    torch.testing.assert_close(found.coefficients, torch.tensor([left]))
+    assert found.metrics()[f"{PREFIX}effective_lr"] == pytest.approx(sum(left) / 3)
+
+
+@pytest.mark.parametrize("fields", [{}, {"bypass_mode": True}])
+def test_weights_of_the_user_replace_those_of_the_settings(fields):
+    """Also where the mode does not apply weights of the settings."""
+    weights = torch.tensor([[7.0, 3.0, 7.0, 0.25]], requires_grad=True)
+    found = corrected(**fields).adjusted(weights=weights)
+    assert not found.weights.requires_grad
+    torch.testing.assert_close(found.weights, torch.tensor([[7.0, 3.0, 0.0, 0.25]]))
+    torch.testing.assert_close(found.coefficients, torch.tensor([[0.0, 3.0, 0.0, 0.25]]))
+    assert found.metrics()[f"{PREFIX}effective_lr"] == pytest.approx(3.25 / 3)
+
+
+def test_a_criterion_of_the_user_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"`keep` must have the shape \(1, 4\) or \(1, 1\), got \(4,\)"):
+        corrected().adjusted(keep=torch.ones(4))
+    with pytest.raises(ValueError, match=r"`weights` must have the shape \(1, 4\), got \(1, 1\)"):
+        corrected().adjusted(weights=torch.ones(1, 1))

@@ -289,3 +289,23 @@ def test_a_rollout_function_without_required_keys_is_refused_by_a_bare_trainer(t
     trainer = bare_trainer(trainer_class, lambda prompts, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]]})
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\] in its output dict"):
         trainer._generate(["prompt"])
+
+
+# A criterion of one's own ----------------------------------------------------------------------------------------------
+
+
+def with_criterion(trainer_class, keeps):
+    class WithCriterion(trainer_class):
+        def _compute_correction(self, train_logps, batch):
+            correction = super()._compute_correction(train_logps, batch)
+            return correction.adjusted(keep=torch.full_like(correction.keep, keeps))
+
+    return WithCriterion
+
+
+@both
+def test_a_criterion_of_ones_own_acts_on_the_gradient(make, trainer_class):
+    nothing = make(with_criterion(trainer_class, False))
+    assert {norm for _, norm in losses(nothing)} == {0.0}
+    assert set(logged(nothing, "effective_lr")) == {0.0}
+    assert losses(make(with_criterion(trainer_class, True))) == losses(make(trainer_class))
