@@ -527,10 +527,10 @@ def test_a_gap_around_which_trls_loss_clips_is_called_corrected(make, caplog, of
 def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch, caplog, misses):
     """Each of them, also those after the first push, and where every step is logged."""
     from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
-    from trl_rollout_corr.tools.arrival import push_checks
+    from trl_rollout_corr.tools.arrival import scoring_sampler
 
     replicas = ReplicasHere(tiny_model_path, misses)
-    monkeypatch.setattr(push_checks, "score_on_server", replicas.score)
+    monkeypatch.setattr(scoring_sampler, "score_on_server", replicas.score)
     monkeypatch.setattr(PushesToServer, "server", "http://here")
     server = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": "processed_logprobs"}}
     monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)

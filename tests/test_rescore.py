@@ -27,7 +27,7 @@ from tests.training import (
     said_of_pushes,
     saying,
 )
-from trl_rollout_corr.tools.arrival import push_checks
+from trl_rollout_corr.tools.arrival import scoring_sampler
 from trl_rollout_corr.tools.arrival.adapters import MergedWeights
 from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, is_due
 from trl_rollout_corr.tools.diagnosis import read_tokens
@@ -219,13 +219,13 @@ def test_an_expert_that_is_lost_is_told_and_other_runs_with_experts_hear_nothing
 @contextmanager
 def scoring_wrongly(change, looks=lambda n: True):
     """A vLLM whose log-probabilities of the first text are changed, at some of the looks."""
-    score, number = push_checks.score_in_process, count(1)
+    score, number = scoring_sampler.score_in_process, count(1)
 
     def scored(generation, texts):
         logps = score(generation, texts)
         return [change(logps[0]), *logps[1:]] if looks(next(number)) else logps
 
-    with patch.object(push_checks, "score_in_process", scored):
+    with patch.object(scoring_sampler, "score_in_process", scored):
         yield
 
 

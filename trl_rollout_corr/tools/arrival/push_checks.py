@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...correction.sums import Applied, SegmentedSums, Sums
+from ...correction.sums import Applied, SegmentedSums
 from ...messages import notify
-from ...trainers.metadata import part_of
 from ...trainers.ranks import largest, leaving_together
-from .engine import noting_cached, score_in_process
+from .engine import noting_cached
 from .fingerprints import read_weights
 from .frozen import FrozenCheck
 from .rescore import SEE, Rescore
-from .server import AdapterCheck, has_extension, read_server, replicas_of, score_on_server
+from .scoring_sampler import ScoringSampler
+from .server import AdapterCheck, has_extension, read_server
 from .weights import WeightCheck
 
 
@@ -44,9 +44,9 @@ class PushChecks:
         self.adapters = AdapterCheck()
         self.old_cache = False  # keys and values of older weights were read
         self._told_replicas = False
-        self._counted: list[Sums] = []  # since the latest batch
-        ways = self._ask, self._counted.append, self._longest, self._reason_not_to_ask, self._replicas
-        self.rescore = Rescore(pushes, *ways)
+        self._unmoved: list[Unmoved] = []  # since the latest batch
+        self.sampler = ScoringSampler(pushes)
+        self.rescore = Rescore(pushes, self.sampler)
 
     def noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights on their way to the sampler, with fingerprints taken."""
@@ -102,9 +102,10 @@ class PushChecks:
         if "prompt_ids" in batch:
             self.rescore.keep(batch, self.trainer._loss_mask(batch), sampled)
         # A push between two steps counts for the second one: the alarm has read the first one before
-        for sums in self._counted:
-            self.trainer._observer.add("train", sums)
-        self._counted.clear()
+        for counted in (self._unmoved, self.rescore.counted):
+            for sums in counted:
+                self.trainer._observer.add("train", sums)
+            counted.clear()
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
         """
@@ -118,7 +119,7 @@ class PushChecks:
         config = self.trainer._engine_config
         if self.pushes.server is None or not has_extension(config):
             return None
-        if (n := self._replicas()) > 1 and not self._told_replicas:
+        if (n := self.sampler.replicas) > 1 and not self._told_replicas:
             self._told_replicas = True
             notify(
                 f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, "
@@ -126,41 +127,8 @@ class PushChecks:
             )
         return read_server(self.pushes.server, names)
 
-    def _ask(self, texts: list[list[int]]) -> list[list[float]]:
-        """Log-probability of each token but the first of some texts, from the sampler without options of sampling."""
-        generation = self.pushes.engine
-        if generation is not None:
-            return score_in_process(generation, texts)
-        if self.pushes.server is not None:
-            # one request per text, to reach all replicas behind an address, in turns if they are known
-            n, first = self._replicas(), self.rescore.looks * len(texts)
-            server, model = self.pushes.server, self.pushes.served_model
-            asked = [
-                score_on_server(server, model, text, i % n if n > 1 else None) for i, text in enumerate(texts, first)
-            ]
-        else:
-            asked = []
-        return asked
-
-    def _replicas(self) -> int:
-        """Number of engines that sample, and have weights of their own, for this rank."""
-        return 1 if self.pushes.server is None else replicas_of(self.trainer._engine_config)
-
-    def _longest(self) -> int | None:
-        """Most tokens that the sampler can read; `None` if unknown."""
-        length: int | None = part_of(self.trainer._engine_config, "model_config", "max_model_len")
-        return length
-
-    def _reason_not_to_ask(self) -> str:
-        """A reason why log-probabilities of a text are missing or wrong, or an empty text."""
-        if hasattr(self.trainer.processing_class, "image_processor"):
-            return "a text that is scored once more cannot have images"
-        if part_of(self.trainer._engine_config, "speculative_config") is not None:
-            return "vLLM's log-probabilities of a prompt are wrong with `speculative_config`"
-        return ""
-
     def _count_unmoved(self) -> None:
         """Count the share of quantised tensors that did not change. Every rank adds, as sums are gathered."""
         share = self.weights.unmoved
         seen = [0.0, 0.0] if share is None else [share, 1.0]
-        self._counted.append(Unmoved.of({"quantised": torch.tensor(seen, device=self.trainer.accelerator.device)}))
+        self._unmoved.append(Unmoved.of({"quantised": torch.tensor(seen, device=self.trainer.accelerator.device)}))

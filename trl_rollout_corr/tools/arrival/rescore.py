@@ -20,6 +20,7 @@ from ...correction.sums import Applied, SegmentedSums
 from ...messages import notify
 from ...trainers.forward_pass import evaluating
 from ...trainers.ranks import largest
+from .scoring_sampler import ScoringSampler
 
 
 MOST = 8  # completions
@@ -72,24 +73,13 @@ class Rescore:
     eight, of at most 4,096 tokens together. From the fourth time on, two of them are enough if sampler and trainer are
     no further apart than usual.
 
-    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text. `ask` returns the
-    log-probabilities of the sampler for each token but the first of some texts, only on the main process if that asks
-    for all ranks. `count` takes the sums. `longest` is the most tokens that the sampler can read. `blind` is a reason
-    not to trust the log-probabilities of the sampler. `replicas` is the number of replicas of the sampler, each of
-    which is asked.
+    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text, and `sampler` how the
+    sampler does. `counted` holds the sums that were not read yet.
     """
 
-    def __init__(
-        self,
-        pushes: Any,
-        ask: Callable[[list[list[int]]], list[list[float]]],
-        count: Callable[[Rescored], None],
-        longest: Callable[[], int | None],
-        blind: Callable[[], str],
-        replicas: Callable[[], int],
-    ) -> None:
-        self.pushes, self.ask, self.count = pushes, ask, count
-        self.longest, self.blind, self.replicas = longest, blind, replicas
+    def __init__(self, pushes: Any, sampler: ScoringSampler) -> None:
+        self.pushes, self.sampler = pushes, sampler
+        self.counted: list[Rescored] = []
         self.done = False
         self.looks = 0
         self._first: list[float] = []  # gaps of the first looks, of this rank
@@ -109,7 +99,7 @@ class Rescore:
         """
         if not self.wants_batch:
             return
-        self._texts = choose(batch, mask, sampled, self.longest())
+        self._texts = choose(batch, mask, sampled, self.sampler.longest)
         if self._due and not self._older and self.pushes.scores_at_once:
             self._look()  # the first push came before any batch
 
@@ -127,13 +117,13 @@ class Rescore:
             self._look()
 
     def _look(self) -> None:
-        if self._gives_up(self.blind(), "another rank cannot score texts"):
+        if self._gives_up(self.sampler.doubt, "another rank cannot score texts"):
             return
         texts = self._shared(self._texts or [])
         if not self._largest(len(texts)):
             return  # all completions are empty; later ones may not be
         self._due = False
-        few = MOST if self.looks < SURE else max(FEW, self.replicas())
+        few = MOST if self.looks < SURE else max(FEW, self.sampler.replicas)
         spacing = max(1, len(texts) // few)
         sums = self._compare(texts[::spacing])
         if sums is not None and self._largest(int(self._is_off(sums))):
@@ -142,7 +132,7 @@ class Rescore:
         if sums is None:
             return
         self.looks += 1
-        self.count(sums)
+        self.counted.append(sums)
 
     def _is_off(self, sums: Rescored) -> bool:
         """True if sampler and trainer are further apart than usual, on this rank."""
@@ -157,7 +147,7 @@ class Rescore:
         """Sums of the gaps of some texts, which sampler and trainer score; `None` if one of them cannot."""
         most = self._largest(len(texts))  # every rank must make the same number of forward passes
         padded = [*texts, *[Text([0], [0], [False], [0.0])] * (most - len(texts))]
-        scored = self._attempted("sampler", lambda: self.ask([text.ids for text in texts]) if texts else [])
+        scored = self._attempted("sampler", lambda: self.sampler.score([text.ids for text in texts], self.looks))
         if scored is None:
             return None
         asked = texts if len(scored) == len(texts) else []  # otherwise the main process counts
