@@ -924,7 +924,7 @@ def test_a_dump_that_gets_no_sequence_is_named(make, tmp_path):
         make(rollout_dump_dir=str(tmp_path / "none"), rollout_dump_sampled=0, rollout_dump_worst=0)
 
 
-# Batches of verl, as `examples/verl_dump.py` reads them ---------------------------------------------------------------
+# Batches of verl ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -962,7 +962,8 @@ def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypat
             batch["token_level_scores"][i, n - 1] = row["reward"]
         torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / "examples/verl_dump.py"))
+    monkeypatch.setattr(sys, "argv", ["of_verl", "verl_batches", "dump"])
+    runpy.run_module("trl_rollout_corr.tools.dump.of_verl", run_name="__main__")
     made = read_dump(tmp_path / "dump").rows
     names = ("step", "prompt_ids", "token_ids", "mask", "reward")
     assert [{name: row[name] for name in names} for row in made] == [

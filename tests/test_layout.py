@@ -99,6 +99,7 @@ TOOLS = {
         "claims",
         "reading",
         "writing",
+        "of_verl",
     ],
     "tools.logs": ["tables", "trackers", "reading"],
     "tools.diagnosis": [
