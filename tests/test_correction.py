@@ -536,6 +536,20 @@ def test_turn_ids_take_the_place_of_runs():
         sums([0, 1, 2])
 
 
+@pytest.mark.parametrize(("d", "scale"), [([0.0, 0.1, 3.0, math.nan], 1.5), ([3.0, 3.0, 3.0, math.nan], 1.0)])
+def test_renormalized_rejection_makes_the_mean_one_over_kept_tokens(d, scale):
+    """Or leaves it alone, if no token is kept."""
+    config = RolloutCorrectionConfig(
+        rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold=[0.1, 10.0], rollout_rs_renormalize=True
+    )
+    train = torch.tensor([d])
+    found = compute_rollout_correction(train, torch.zeros_like(train), torch.ones_like(train), config)
+    assert found.scale == scale
+    kept = torch.tensor([[abs(x) < 1 for x in d]])
+    torch.testing.assert_close(found.coefficients, kept * scale)
+    assert found.metrics()[f"{PREFIX}effective_lr"] == pytest.approx(float(kept.any()))
+
+
 # A criterion or weights of the user ------------------------------------------------------------------------------------
 
 
