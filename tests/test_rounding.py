@@ -18,6 +18,8 @@ from trl_rollout_corr.correction.rounding import (
     measure_rounding,
     quantile,
 )
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.trainers.rounding_notice import RoundingNotice
 
 
 def policies(spread, shape=(64, 40), seed=0):
@@ -281,18 +283,37 @@ def announced(model, folder, *ages, **fields):
     return trainer
 
 
-def test_weights_of_the_step_before_are_no_rounding(tmp_path, tiny_model_path):
-    assert set(logged(announced(tiny_model_path, tmp_path, 1, 1), "rounding_tv")) == {0.0}
+MODES = {"decoupled": {}, "bypass": {"bypass_mode": True, "rollout_loss_type": "reinforce"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_the_step_before_are_no_rounding(tmp_path, tiny_model_path, mode):
+    trainer = announced(tiny_model_path, tmp_path, 1, 1, **MODES[mode])
+    assert set(logged(trainer, "rounding_tv")) == {0.0}
 
 
 def test_an_evaluation_is_not_measured(tmp_path, tiny_model_path):
-    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "extra": {"eval_dataset": prompts(4)}}
-    bypass = {"bypass_mode": True, "rollout_loss_type": "reinforce"}
-    found = [
-        logged(announced(tiny_model_path, tmp_path / str(i), 0, 0, 0, **bypass, **fields), "rounding_tv")
-        for i, fields in enumerate(({}, evaluates))
-    ]
+    """In bypass mode: with an old policy, no completion of an evaluation counts as fresh anyway."""
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "extra": {"eval_dataset": prompts(16)}}
+    found = []
+    for fields in ({}, evaluates):
+        trainer = announced(tiny_model_path, tmp_path / str(len(found)), 0, 0, 0, 0, **MODES["bypass"], **fields)
+        assert any("eval_loss" in entry for entry in trainer.state.log_history) == bool(fields)
+        found.append(logged(trainer, "rounding_tv"))
     assert found[0] == found[1]
+
+
+def test_a_run_says_again_what_rounding_does_once_it_does_more():
+    notice = RoundingNotice(RolloutCorrectionConfig(rollout_correction="auto").settings)
+
+    def said(step, rounding):
+        return notice.news(
+            step, {f"{PREFIX}k3_kl": 0.0, f"{PREFIX}staleness_mean": 0.0, f"{PREFIX}rounding_tv": rounding}
+        )
+
+    assert [said(step, rounding) is not None for step, rounding in enumerate((0.01, 0.05, 0.07, 0.1, 0.13))] == [
+        *(True, False, True, False, True)
+    ]
 
 
 def test_a_run_says_once_how_old_its_sampler_is_and_what_rounding_does(tmp_path, tiny_model_path, capfd):
