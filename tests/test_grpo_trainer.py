@@ -1,7 +1,6 @@
 """`RolloutCorrectedGRPOTrainer` on the real TRL, with a sampler that is not the trainer's policy."""
 
 import math
-import re
 from contextlib import nullcontext
 from functools import partial
 
@@ -645,30 +644,3 @@ def test_training_begins_with_a_line_about_the_correction(make, capsys):
     trainer = make(rollout_is="token", max_steps=1)
     trainer.train()
     assert f"Rollout correction {__version__}: {trainer.args.description}\n" in capsys.readouterr().out
-
-
-UNMEASURED = "No rounding was measured, so the trust region begins at 0.2, "
-UNMEASURED += "and tokens with positive advantage are weighted by 1."
-MEASURED = r"Rounding alone moves a probability by up to \S+ \(99th percentile\)\. So the trust region begins at 0\.2\d+, and "
-MEASURED += r"tokens with positive advantage are weighted by 1 to within \S+ %\."
-
-
-@pytest.mark.parametrize(
-    ("age", "said"),
-    [
-        (None, f"the sampler does not say how old its weights are. {re.escape(UNMEASURED)}"),
-        (4, f"the weights of the sampler are older than those of the trainer. {re.escape(UNMEASURED)}"),
-        (0, f"the weights of the sampler are the newest. {MEASURED}"),
-    ],
-)
-def test_the_log_says_once_how_old_weights_are_and_what_auto_does_about_it(make, tiny_model_path, capsys, age, said):
-    class Announced(StaleSampler):
-        def __call__(self, prompts, trainer):
-            if age is not None:
-                trainer.rollout_step = trainer.state.global_step - age
-            return super().__call__(prompts, trainer)
-
-    make(sampler=Announced(tiny_model_path), rollout_correction="auto").train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
-    assert len(lines) == 1
-    assert re.fullmatch(f"Rollout correction at step 1: {said}", lines[0]), lines[0]

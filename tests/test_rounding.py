@@ -325,9 +325,19 @@ def test_a_run_says_once_how_old_its_sampler_is_and_what_rounding_does(tmp_path,
     ]
     tv, log_ratio = logged(trainer, "rounding_tv")[0], logged(trainer, "rounding_log_ratio")[0]
     assert min(tv, log_ratio) > 0  # already in the first step
-    assert f"moves a probability by {tv:.2g}" in told[0]
+    assert f"moves a probability by up to {tv:.2g} (99th percentile)" in told[0]
     assert f"the trust region begins at {0.2 + tv:.3g}" in told[0]
-    assert f"the weights of good tokens are 1 to within {100 * log_ratio:.2g} %" in told[0]
+    assert f"tokens with positive advantage are weighted by 1 to within {100 * log_ratio:.2g} %." in told[0]
+
+
+@pytest.mark.parametrize("age", [None, 8])
+def test_a_run_does_not_call_measured_what_was_not(tmp_path, tiny_model_path, capfd, age):
+    sampler = StaleSampler(tiny_model_path) if age is None else AnnouncingSampler(tiny_model_path, age)
+    build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, max_steps=1).train()
+    (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
+    assert ("does not say how old its weights are" if age is None else "older than those of the trainer") in told
+    unmeasured = "No rounding was measured, so the trust region begins at 0.2, and tokens with positive advantage are"
+    assert told.endswith(f"{unmeasured} weighted by 1.")
 
 
 @pytest.mark.vllm
