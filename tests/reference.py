@@ -146,6 +146,7 @@ def policy_metrics(sequences):
     rollout = [-statistics.fmean(r for _, r in row) for row in rows]
     gap = [t - r for t, r in zip(train, rollout, strict=True)]
     return {
+        "surprise": -statistics.fmean(t for row in rows for t, _ in row),
         "training_ppl": statistics.fmean(math.exp(min(x, 60)) for x in train),
         "rollout_ppl": statistics.fmean(math.exp(min(x, 60)) for x in rollout),
         "log_ppl_diff": statistics.fmean(gap),

@@ -343,16 +343,6 @@ def drifting_apart(folder, **how):
     return make_dump(folder, steps=8, rows=8, spread=0.1, growth=1.3, sampled=8, worst=0, tools=False, **how)
 
 
-def test_a_gap_that_grows_faster_than_the_steps_is_none_of_weights_that_are_never_pushed(tmp_path):
-    folder = drifting_apart(tmp_path / "dump")
-
-    def late(row):
-        row["step"] += 500
-
-    assert [x.name for x in rewritten(folder, tmp_path / "from_the_start", lambda row: None)] == ["never_pushed"]
-    assert "never_pushed" not in [x.name for x in rewritten(folder, tmp_path / "late", late)]
-
-
 def test_weights_that_are_never_pushed_are_named_without_the_first_steps(maker, right, ranks, tmp_path):
     maker.drifting("never_pushed", SEED, right, "float32", ranks)
     folder = maker.output / "never_pushed" / str(SEED)

@@ -103,6 +103,54 @@ def test_what_old_weights_do_at_one_step_is_no_change_of_the_engine(said, what):
     assert "(changed)" not in said("stale", **_OLD[what])[0]
 
 
+def faster(step: int) -> float:
+    """A learning rate that rises at the step at which the engine changes its precision."""
+    return 10.0 if step >= 8 else 1.0
+
+
+_BITS = simulated.with_bits(5, range(8, 100))
+_SWITCHES = {
+    "samples of age 1": ({"lag": 1}, 0.7),
+    "a learning rate that rises": ({"rate": 0.03, "schedule": faster}, 0.9),
+    "two steps on the samples of a push": ({"every": 2, "steps": 24}, 0.9),
+    "two steps on the samples of a push, and a learning rate that rises": (
+        {"every": 2, "steps": 24, "rate": 0.03, "schedule": faster},
+        0.9,
+    ),
+    "samples of age 1, and a learning rate that rises": ({"lag": 1, "rate": 0.03, "schedule": faster}, 0.5),
+}
+
+
+@pytest.mark.parametrize("what", _SWITCHES)
+def test_a_change_of_the_engine_is_told_from_what_else_happens(said, what):
+    """A score after a push shows the gap with equal weights, whatever the age of the samples and the learning rate."""
+    fields, least = _SWITCHES[what]
+    text, answer, _ = said("8_bits_later", **{"pushed": _BITS, **fields})
+    name, certainty = first(answer)
+    assert (name, certainty > least) == ("changed", True)
+    assert ("scored again right after a push" in text) == (
+        "lag" not in fields
+    )  # announced as old, so that none is scored
+
+
+def test_weights_that_get_old_at_one_step_are_no_certain_change(said):
+    _, answer, _ = said("stale_unannounced", late_from=9)
+    assert first(answer)[0] in ("changed", "stale")
+    assert first(answer)[1] <= 0.7
+
+
+def test_old_weights_that_are_announced_as_fresh_are_not_expected(said):
+    text, answer, code = said("stale_unannounced", lag=8, steps=24)
+    assert (first(answer)[0], code) == ("stale", 1)
+    assert text.startswith("Possible: stale weights")
+
+
+def test_small_moves_that_arrive_in_part_are_not_surely_lost(said):
+    """Each move is below the noise of the kernels, so that nobody can tell whether a part of it arrives."""
+    for name, certainty in map(first, (said("pushed_in_part", rate=rate)[1] for rate in (0.1, 0.3))):
+        assert name != "never_pushed" or certainty <= 0.9
+
+
 def test_a_gap_that_grows_over_several_steps_did_not_change_at_one():
     """The announced age of the stale run of the tutorial is 8 from step 8 on, and its gap keeps growing until step 40."""
     observed = simulated.read_tokens(ROOT / "benchmarks" / "tutorial" / "uncorrected")

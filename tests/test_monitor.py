@@ -7,6 +7,7 @@ import warnings
 from itertools import count
 
 import pytest
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.launching import ROOT
@@ -234,6 +235,47 @@ def test_a_run_with_nothing_to_learn_from_is_warned_about(make, tiny_model_path,
         (message,) = said
         assert message.startswith("▲ step 7: All advantages are 0, so no reward changes the policy. [nothing_to_learn")
         assert "A share of 1 of the completions is cut" in " ".join(message.split())
+
+
+class Drawing(StaleSampler):
+    """A sampler of the trainer's policy that draws at a temperature, and reports values at 1."""
+
+    def __init__(self, model_path: str, temperature: float):
+        super().__init__(model_path)
+        self.temperature, self.dice = temperature, torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def __call__(self, prompts, trainer) -> dict:
+        ids = torch.tensor([(trainer.processing_class(prompt).input_ids * 4)[:4] for prompt in prompts])
+        first, logps = ids.shape[1], []
+        for _ in range(8):
+            logits = trainer.model(ids).logits[:, -1].float()
+            drawn = torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=self.dice)
+            logps.append(logits.log_softmax(-1).gather(-1, drawn))
+            ids = torch.cat([ids, drawn], 1)
+        completions = ids[:, first:].tolist()
+        return {
+            "prompt_ids": ids[:, :first].tolist(),
+            "completion_ids": completions,
+            "logprobs": torch.cat(logps, 1).tolist(),
+        }
+
+
+@pytest.mark.parametrize(("temperature", "alarms"), [(1.0, 0), (0.05, 1)])
+def test_tokens_of_another_distribution_than_their_values_are_warned_about(
+    make, tiny_model_path, caplog, temperature, alarms
+):
+    """The gap is 0, and only the entropy tells."""
+    trainer = make(
+        RolloutCorrectionMonitor(),
+        sampler=Drawing(tiny_model_path, temperature),
+        max_steps=12,
+        learning_rate=1e-6,
+        max_completion_length=8,
+    )
+    trainer.train()
+    said = [message for message in messages(caplog) if message.startswith(("▲", "✖"))]
+    assert [re.search(r"\[(\w+)", message)[1] for message in said] == ["other_draws"] * alarms
 
 
 # Between logs ---------------------------------------------------------------------------------------------------------

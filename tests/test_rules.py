@@ -96,6 +96,7 @@ def found(log, settings=None):
 
 def test_every_bound_is_tested():
     alone = {"unlearning", "gap_stays", "gap_clipped", "fresh_gap", "k3_lasting", "gap_by_sign", "cut", "clipped"}
+    alone |= {"other_draws"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(map(len, RULES))
 
@@ -217,6 +218,23 @@ def test_a_gap_that_depends_on_the_sign_of_the_advantage_is_told_if_weights_are_
     assert found(log(0.0, -0.005), config()) == ["gap_by_sign"]
     assert found(log(0.0, 0.0), config()) == []
     assert found(log(4.0, 0.005), config()) == []
+
+
+def test_tokens_of_another_distribution_are_told_by_the_entropy():
+    dice = random.Random(0)
+
+    def log(surprise, k3=0.0008, entropy=2.0):
+        entries = history(*[{**CORRECTED, **FRESH, "surprise": surprise + dice.gauss(0, 0.1), "k3_kl": k3, "kl": k3}
+                            for _ in range(20)])  # fmt: skip
+        return [{**entry, "entropy": entropy} if "loss" in entry else entry for entry in entries]
+
+    for surprise in (1.5, 2.5):
+        [alarm] = examine(log(surprise), config())
+        assert (alarm.bound, alarm.step, alarm.value) == ("other_draws", 9, pytest.approx(0.25, abs=0.05))
+    assert found(log(2.1), config()) == []
+    assert found(log(2.5, entropy=None), config()) == []
+    assert found(log(2.5, k3=0.01), config()) == []  # the gap makes them differ
+    assert found(log(2.5), config(rollout_support="replay")) == []  # the probabilities are of the kept tokens
 
 
 def test_answers_that_are_cut_are_told_before_nothing_is_learned():

@@ -33,6 +33,7 @@ from sampling import (
     Sample,
     Scores,
     about_of,
+    after_pushes,
     ages_of,
     effect,
     mask_of,
@@ -244,7 +245,10 @@ class Maker:
         again = {0: score(model, samples[:1])[0][0]}
         with_weights(model, self.weights)
         settings = {"rollout_correction": "bypass_ppo_clip"} if fault == "own_updates" else {}
-        more: dict[str, Any] = {"settings": settings, "rate": rate, "rewards": rewards}
+        course = [] if settings else [weights[min(step, len(weights) - 1)] for step in range(STEPS)]
+        arrives = course if fault in ("stale", "stale_adapter") else [self.weights] * len(course)
+        pushes = after_pushes(model, self.weights, samples, course, arrives)
+        more: dict[str, Any] = {"settings": settings, "rate": rate, "rewards": rewards, "pushes": pushes}
         self.write(fault, seed, samples, (logps, padding), again, ages=ages, **more)
 
     def merging(self, seed: int, samples: list[Sample]):

@@ -10,7 +10,20 @@ from typing import Any
 import torch
 from faults.models import int4, merged, push
 from policies import EOS, VOCABULARY, learned, updated
-from sampling import ROWS, STEPS, Again, Sample, Scores, Weights, requests, sample, score, score_steps, with_weights
+from sampling import (
+    ROWS,
+    STEPS,
+    Again,
+    Sample,
+    Scores,
+    Weights,
+    after_pushes,
+    requests,
+    sample,
+    score,
+    score_steps,
+    with_weights,
+)
 
 
 PROMPTS, OFF = 16, 3  # prompts of a run in which they come again, and how many of them are off
@@ -68,7 +81,20 @@ def standing_still(maker: Any, llm: Any, seeds: list[int], dtype: str):
             _sample_a_step(llm, drawn, mine, level)
         for seed, samples in drawn.items():
             rate = 0.0 if seed // 4 % 2 else 10 ** random.Random(seed).uniform(-10, -8)
-            maker.write("standing_still", seed, samples, score_steps(maker.models[dtype], samples), {}, rate=rate)
+            changing = [
+                {**maker.weights, **_noisy(maker.weights, level * NOISE, only=("k_proj", "v_proj") if kind else ())}
+                for level in range(mine[seed], mine[seed] + STEPS)
+            ]
+            pushes = after_pushes(maker.models[dtype], maker.weights, samples, [maker.weights] * STEPS, changing)
+            maker.write(
+                "standing_still",
+                seed,
+                samples,
+                score_steps(maker.models[dtype], samples),
+                {},
+                rate=rate,
+                pushes=pushes,
+            )
     push(llm, list(maker.weights.items()))
 
 
@@ -106,8 +132,14 @@ def adapter_twice(maker: Any, llm: Any, seeds: list[int], dtype: str):
                     part += new
                 if step == 0:
                     again[seed] = maker.again(model, drawn[seed])
+        sizes = [0.05 * (step / (STEPS - 1) if grows else 1) for step in range(STEPS)]
+        once, twice = (
+            [{name: weight + n * x * whole[name] for name, weight in maker.weights.items()} for x in sizes]
+            for n in (1, 2)
+        )
         for seed in mine:
-            maker.write("adapter_twice", seed, drawn[seed], scores[seed], again[seed], rate=1e-5)
+            pushes = after_pushes(model, maker.weights, drawn[seed], once, twice)
+            maker.write("adapter_twice", seed, drawn[seed], scores[seed], again[seed], rate=1e-5, pushes=pushes)
     with_weights(model, maker.weights)
     push(llm, list(maker.weights.items()))
 
@@ -132,8 +164,10 @@ def collapsing(maker: Any, llm: Any, seeds: list[int], dtype: str):
                 part += new
     with_weights(model, maker.weights)
     push(llm, list(maker.weights.items()))
+    behind = [course[max(step - LAG, 0)] for step in range(COLLAPSE)]
     for seed in seeds:
-        maker.write("collapse", seed, drawn[seed], scores[seed], {}, rate=RATE, before=starts[seed])
+        pushes = after_pushes(model, maker.weights, drawn[seed], course[:COLLAPSE], behind)
+        maker.write("collapse", seed, drawn[seed], scores[seed], {}, rate=RATE, before=starts[seed], pushes=pushes)
 
 
 # A run that learns --------------------------------------------------------------------------------------------------------
@@ -296,16 +330,19 @@ def frozen_base(maker: Any, llm: Any, seeds: list[int], dtype: str):
     base = {name: int4(name, weight) for name, weight in maker.weights.items()}
     samples: dict[int, list[Sample]] = {seed: [] for seed in seeds}
     course: list[Weights] = []
+    sent: list[Weights] = []
     for step in range(STEPS):
         adapter = {name: 0.02 * step * delta for name, delta in whole.items()}
         total = {name: int4(name, base[name] + adapter[name]) for name in base}
         push(llm, list(total.items()))
+        sent.append(total)
         base = {name: int4(name, total[name] - adapter[name]) for name in base}
         course.append({name: base[name] + adapter[name] for name in base})
         _sample_a_step(llm, samples, dict.fromkeys(seeds, 0), step)
     for seed in seeds:
         scored, again = score_course(maker, samples[seed], dtype, course)
-        maker.write("frozen_base", seed, samples[seed], scored, again, rate=1e-5)
+        pushes = after_pushes(maker.models[dtype], maker.weights, samples[seed], course, sent)
+        maker.write("frozen_base", seed, samples[seed], scored, again, rate=1e-5, pushes=pushes)
     push(llm, list(maker.weights.items()))
 
 

@@ -30,7 +30,8 @@ def _experts(
     return _shape("Qwen3Moe", width, 2 * inner, layers, heads, pairs, head_dim=32, **of_experts, **more)
 
 
-# Shapes by name. Bounds were set on `tune`, and later on the first two of `judge`; the published tables are of `field`.
+# Shapes by name. Bounds were set on `tune`, and later on the first two of `judge` and on `third-llama`. The published tables
+# are of the other two of `third`, and earlier ones of `field`.
 SHAPES = {
     "tune-qwen2": _shape("Qwen2", 64, 160, 2, 2, 2),
     "tune-surer": _shape("Qwen3", 96, 192, 3, 3, 3, head_dim=32, sharpness=14),
@@ -42,6 +43,9 @@ SHAPES = {
     "field-qwen2": _shape("Qwen2", 128, 320, 3, 4, 2),
     "field-mistral": _shape("Mistral", 96, 224, 4, 3, 1, sliding_window=None),
     "field-moe": _experts(96, 3, 3, 1, 64, 12, 2, norm_topk_prob=True),
+    "third-llama": _shape("Llama", 160, 352, 3, 5, 1),
+    "third-qwen3": _shape("Qwen3", 96, 256, 4, 3, 1, head_dim=32),
+    "third-moe": _experts(128, 3, 4, 1, 80, 10, 2, norm_topk_prob=True),
 }
 
 

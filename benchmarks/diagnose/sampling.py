@@ -1,7 +1,7 @@
 """What the dumps with faults are made of: samples of an engine, scores of a trainer, and the rows of a dump."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +9,9 @@ import faults
 import torch
 from policies import EOS, VOCABULARY
 
+from trl_rollout_corr.correction.functional import k3
+from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.tools.arrival.rescore import is_due
 from trl_rollout_corr.tools.dump import folder as dump
 
 
@@ -176,6 +179,40 @@ def with_weights(model: Any, weights: Weights) -> Any:
     return model
 
 
+# Scores after pushes ------------------------------------------------------------------------------------------------------
+
+
+def after_pushes(
+    model: Any, first: Weights, samples: list[Sample], trainer: Sequence[Weights], sampler: Sequence[Weights]
+) -> dict[int, tuple[float, float]]:
+    """
+    `fresh_k3_kl` and `age_k3_kl` of the first samples after the pushes that a trainer scores, by optimizer step, from the
+    weights of both sides at the beginning of each step. The engine's rounding is the one of the first weights, with which
+    the tokens were drawn, and the two sides score with other paddings.
+    """
+    texts = samples[:ROWS]
+    with_weights(model, first)
+    engine = [torch.tensor(s.logps) - torch.tensor(score(model, [s])[0][0]) for s in texts]
+
+    def together(weights: Weights) -> list[torch.Tensor]:
+        return [torch.tensor(x) for x in score(with_weights(model, weights), texts)[0]]
+
+    found = {}
+    for step in filter(is_due, range(1, len(trainer) + 1)):
+        now = together(sampler[step - 1])
+        then = [x + noise for x, noise in zip(together(sampler[max(step - 2, 0)]), engine, strict=True)]
+        with_weights(model, trainer[step - 1])
+        ours = [torch.tensor(score(model, [s])[0][0]) for s in texts]
+        found[step] = (_k3(ours, now), _k3(now, then))
+    with_weights(model, first)
+    return found
+
+
+def _k3(logps: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    gaps = torch.cat([a - b for a, b in zip(logps, others, strict=True)])
+    return float(k3(gaps.double()).mean())
+
+
 # Dumps --------------------------------------------------------------------------------------------------------------------
 
 
@@ -193,11 +230,15 @@ def write(
     before: int = 0,
     by_length: bool = False,
     rewards: list[float] | None = None,
+    pushes: Mapping[int, tuple[float, float]] | None = None,
 ):
     """
-    Write a dump that begins after `before` optimizer steps, with a learning rate in the log, if there is one. Without
-    `rewards`, they mean nothing, unless they are `by_length`.
+    Write a dump that begins after `before` optimizer steps, with a learning rate in the log, if there is one, and with
+    the scores after `pushes` by optimizer step, `fresh_k3_kl` and `age_k3_kl`, if there are any. Without `rewards`,
+    they mean nothing, unless they are `by_length`.
     """
+    for step, (fresh, age) in (pushes or {}).items():
+        dump.append_log(folder, {"step": step, f"{PREFIX}fresh_k3_kl": fresh, f"{PREFIX}age_k3_kl": age})
     logps, padding = scored
     for step in range(STEPS):
         rows = []

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from tables import grid
 
+from trl_rollout_corr.tools.arrival.rescore import is_due
 from trl_rollout_corr.tools.diagnosis import Diagnosis, diagnose, read_tokens
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES
 from trl_rollout_corr.tools.diagnosis.text import sure
@@ -75,6 +76,7 @@ class Run:
     schedule: Callable[[int], float] = lambda step: 1.0  # factor on the rate by step
     lag: int = 0  # pushes that the sampler is behind
     late_from: int = 1  # first step in which it is
+    every: int = 1  # steps from one push to the next, whose samples get older meanwhile
     announced: bool = True  # the age of the samples
     pushed: Callable[[int, Policy, Policy], Policy] | None = None  # step, trainer and sampler before; the new sampler
     drawn: Callable[[np.ndarray], np.ndarray] = softmax  # probabilities that tokens are drawn with, of logits
@@ -110,8 +112,11 @@ def write(run: Run, folder: Path, seed: int) -> Path:
         before = sampler
         history.append(trainer)
         lag = min(run.lag, step - 1) if step >= run.late_from else 0
+        push, since = divmod(step - 1, run.every)
+        lag += since
         arrives = history[-1 - lag]
-        sampler = run.pushed(step, arrives, sampler) if run.pushed else arrives
+        if since == 0:
+            sampler = run.pushed(step, arrives, sampler) if run.pushed else arrives
         batch = _sample(run, sampler, dice) if pool is None else pool
         pool = batch if run.pool else None
         ids, lengths, reported = batch
@@ -129,7 +134,7 @@ def write(run: Run, folder: Path, seed: int) -> Path:
         if run.entropy:
             entropies = -(probabilities * np.log(probabilities)).sum(-1)
             entry["entropy"] = float(entropies[mask].mean())
-        if run.scores and not (run.lag and run.announced) and step & (step - 1) == 0:  # after the pushes 1, 2, 4, ...
+        if run.scores and not (run.lag and run.announced) and since == 0 and is_due(push + 1):
             entry |= _scored(trainer, before, sampler, ids, mask)
         dump.append_log(folder, entry)
         trainer = _learned(trainer, ids, mask, probabilities, advantages, run.rate * run.schedule(step))
@@ -371,9 +376,9 @@ CASES: dict[str, Case] = {
 
 
 def answers(diagnosis: Diagnosis) -> tuple[str, str]:
-    """The name of the first cause, `healthy`, or the verdict, and the certainty."""
+    """The name of the first cause, `healthy`, or the verdict, and the certainty. What is expected has a name."""
     first = diagnosis.findings[0] if diagnosis.findings else None
-    if diagnosis.healthy:
+    if diagnosis.healthy and not diagnosis.expected:
         return "healthy", ""
     return (first.name, sure(first)) if first else (diagnosis.verdict, "")
 

@@ -158,7 +158,8 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     d = tokens.log_ratio
     c.add("d", d)
     c.add("equal", tokens.valid * (d == 0))
-    gap, train_nll = -c.sums["d"] / c.divisors, -tokens.train_logps.sum(-1, keepdim=True) / c.divisors
+    c.add("train", tokens.train_logps)
+    gap, train_nll = -c.sums["d"] / c.divisors, -c.sums["train"] / c.divisors
     c.add("gap", gap)
     logs = torch.cat([train_nll, train_nll - gap, gap], -1).clamp_(max=LARGEST_POWER)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.exp_().mul_(c.rows))
@@ -208,6 +209,7 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
         "chi2_seq": divide(s["chi2_seq"], rows),
         "log_ratio_min": smallest,
         "log_ratio_max": largest,
+        "surprise": -divide(s["train"], tokens),
         "training_ppl": divide(s["train_ppl"], rows),
         "rollout_ppl": divide(s["rollout_ppl"], rows),
         "ppl_ratio": divide(s["ppl_ratio"], rows),

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .drift import complete_at_once, first_step, growing
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
+from .growth import complete_at_once, first_step, growing
 from .observed import DumpedTokens
 
 

@@ -8,12 +8,12 @@ from ..decision import Decision, decide, gap_of
 from ..monitor.rules import BOUNDS
 from ..run_facts import clips_by_trl
 from .causes import CAUSES, Cause, Test
-from .drift import NONE, with_equal_weights
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .location import where
 from .observed import DumpedTokens
 from .other_causes import OTHER_CAUSES
 from .precision import noise_floor
+from .pushes import NONE, with_equal_weights
 
 
 LIKELY = 0.7  # certainty above which a cause is more than possible
@@ -133,10 +133,16 @@ class Diagnosis(NamedTuple):
 
     @property
     def expected(self) -> bool:
-        """True if the gap comes only from old or quantised weights and normal causes, and no correction is to be set."""
-        names = {x.name for x in self.findings if not x.cause.normal}
+        """
+        True if the gap comes only from weights that are quantised or announced as old, and from normal causes, and no
+        correction is to be set.
+        """
+        found = [x for x in self.findings if not x.cause.normal]
+        announced = all(
+            x.name == "quantised" or (x.name == "stale" and x.evidence.numbers.get("oldest", 1)) for x in found
+        )
         small = self.size < LARGE or self._is_quiet
-        return bool(names) and small and names <= {"stale", "quantised"} and not self.decision.set
+        return bool(found) and small and announced and not self.decision.set
 
     @property
     def healthy(self) -> bool:

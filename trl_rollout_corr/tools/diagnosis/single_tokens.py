@@ -27,7 +27,7 @@ _FEW = 0.02  # smallest share of inside tokens as unlikely as the tokens at a pl
 _EQUAL = 5  # tokens with one value beyond chance
 _DIFFERENT = 0.3  # equal values are fillers if the trainer's differ by this many nats, and standard deviations of all
 _TWICE, _NEARLY = 2, 0.8  # least number of zeros that an engine forced, and share of them at one token
-_ALL, _OF_SEAMS = 0.95, 0.5  # least share of d^2 in later turns, and largest share of it at their first tokens
+_ALL, _OF_SEAMS = 0.9, 0.5  # least share of d^2 in later turns, and largest share of it at their first tokens
 _ENOUGH_TOKENS, _EDGE = 30, 8  # tokens of a kind needed to compare turns, and places on each side of an edge
 _BEGUN = 0.8  # share of the deviating completions that deviate from their beginning, as from another sampler
 _CLEAN = 10.0  # how much smaller the gap of unaffected tokens is
@@ -35,12 +35,12 @@ _PADDED = 0.9  # padding explains the gap if it is larger in the deviating compl
 _GROWS = 0.3  # a gap grows from this rank correlation with the step on
 
 
-def _at(o: DumpedTokens, here: np.ndarray, sentence: str) -> Evidence | None:
+def _at(o: DumpedTokens, here: np.ndarray, sentence: str, rest: np.ndarray | None = None) -> Evidence | None:
     """
-    Compare tokens of one kind with equally likely tokens inside, because unlikely tokens show a larger log-ratio
-    anyway. A cause shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside, or of the `rest`, because unlikely tokens show a larger
+    log-ratio anyway. A cause shows at many tokens of its kind, not at a few.
     """
-    rest = o.core & ~here
+    rest = o.core & ~here if rest is None else rest
     if here.sum() < 4 or rest.sum() < 20:
         return None
     usual = np.maximum(o.usual_size(rest), FLOOR)
@@ -65,7 +65,10 @@ def last_token(o: DumpedTokens) -> Evidence | None:
 
 
 def seams(o: DumpedTokens) -> Evidence | None:
-    evidence = _at(o, o.seam, "|d| is {here} at the start of later turns and {elsewhere} inside")
+    before = o.core & (o.turn_place == 0)  # where no seam can have an effect
+    sound = before if before.sum() >= _ENOUGH_TOKENS else None
+    where = "inside" if sound is None else "in the first turns"
+    evidence = _at(o, o.seam, f"|d| is {{here}} at the start of later turns and {{elsewhere}} {where}", sound)
     if evidence is None:
         return None
     off = o.seam & (np.abs(o.d) > _OFF * np.maximum(o.usual, FLOOR))
@@ -361,6 +364,9 @@ def by_advantage(o: DumpedTokens) -> Evidence | None:
     """
     size, positive = o.level_of_rows, o.advantage > 0
     known = np.isfinite(size) & np.isfinite(o.advantage) & (o.advantage != 0)
+    later = o.turn_place > 0
+    if np.square(o.d[later]).sum() > _ALL * o.total:  # completions with one turn are no comparison then
+        known &= np.isin(np.arange(len(known)), o.row[later])
     if min((known & positive).sum(), (known & ~positive).sum()) < _ENOUGH:
         return None
     relative = size / np.maximum(mean_of_equal(o.step, np.where(known, size, 0.0), known.astype(float)), 1e-12)

@@ -119,7 +119,8 @@ class RolloutCorrectionMonitor(Watcher):
         self._not_ours = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
         steps = [{**logs, "step": state.global_step}] if self.observer is None else self.observer.read_steps()
         self._examine(steps, state)
-        self._not_ours.pop("frac_reward_zero_std", None)  # it describes the steps up to here only
+        for name in ("frac_reward_zero_std", "entropy"):
+            self._not_ours.pop(name, None)  # they describe the steps up to here only
         _add(ALARMS, len(self._alarms), logs, state)
         self._alarms.clear()
 

@@ -60,6 +60,7 @@ def fresh_growth(window: Window) -> float | None:
     return None if fresh is None else window.course.fresh_growth(fresh)
 
 
+_CLOSE = 0.005  # `k3_kl` up to which the tokens of the sampler are typical of the trainer as well
 GROWN = 20.0  # times `fresh_k3_kl` after the first pushes; healthy runs of ours grew by up to 13
 
 
@@ -108,6 +109,20 @@ def gap_of_fresh_weights(window: Window) -> float | None:
 def gap_by_sign(window: Window) -> float | None:
     """How much the gaps of negative and positive advantages differ for good; 0 where noise explains it."""
     return None if window.get("kl_advantage_negative") is None else window.course.lasting_by_sign
+
+
+_SHARP = 0.02  # nats per token: a smaller entropy is no measure of a difference
+
+
+def draws(window: Window) -> float | None:
+    """
+    How much `surprise` differs from the entropy for good, as a share of it; 0 where noise explains it. `None` if the entropy
+    is unknown, or beside a gap that makes them differ.
+    """
+    entropy, gap = window.of_trl("entropy"), window.get("k3_kl")
+    if window.beyond_entropy is None or entropy is None or gap is None or gap > _CLOSE:
+        return None
+    return window.course.lasting_surprise / max(entropy, _SHARP)
 
 
 def without_advantages(window: Window) -> float | None:

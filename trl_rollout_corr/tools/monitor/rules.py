@@ -197,6 +197,17 @@ RULES = [
         measure=conditions.gap_by_sign,
     ),
     _rule(
+        "other_draws",
+        key="surprise",
+        limit=0.2,
+        seen="`surprise` differs from TRL's `entropy` by a share of {value:.2g}, above {limit:g}, although `k3_kl` is small.",
+        why="The two are equal if tokens are drawn with the probabilities that are reported, so these were drawn with another "
+        "temperature, with `top_p`, or in another way.",
+        advice="Return the log-probabilities with which the tokens were drawn, or draw from the whole distribution at the "
+        "trainer's `temperature`.",
+        measure=conditions.draws,
+    ),
+    _rule(
         "fresh_gap",
         key="fresh_k3_kl",
         limit=10.0,

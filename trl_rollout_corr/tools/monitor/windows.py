@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..run_facts import clips_by_trl, known_age, samples_with_8_bits
 # Types of a key-value cache that round no more than the model does
 _PLAIN = ("auto", "bfloat16", "float16", "float32", "half", "float")
 # Between the policy that sampled and the policy that trains
-_GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative")
+_GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative", "surprise")
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
@@ -63,6 +63,7 @@ class Course:
         self._rewarded = deque[float](maxlen=self.LATEST)
         self._excess = deque[float](maxlen=self.LASTING)
         self._by_sign = deque[float](maxlen=self.LASTING)
+        self._surprise = deque[float](maxlen=self.LASTING)
 
     def add(self, window: "Window") -> None:
         """Add a window."""
@@ -86,6 +87,8 @@ class Course:
             self._weights.append(weight)
         if (fresh := window.get("fresh_k3_kl")) is not None and len(self._scored_again) < self.BEGINNING:
             self._scored_again.append(fresh)
+        if (beyond := window.beyond_entropy) is not None:
+            self._surprise.append(beyond)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
             if (punished := window.get("kl_advantage_negative")) is not None:
@@ -140,11 +143,17 @@ class Course:
 
     @property
     def lasting_by_sign(self) -> float:
-        """
-        Size of the mean difference of the gaps of negative and positive advantages in the latest windows, if all have its
-        sign and it is not chance, else 0.
-        """
-        latest = [*self._by_sign]
+        """How much the gaps of negative and positive advantages differ for good."""
+        return self._lasting(self._by_sign)
+
+    @property
+    def lasting_surprise(self) -> float:
+        """How much `surprise` and the entropy differ for good, in nats per token."""
+        return self._lasting(self._surprise)
+
+    def _lasting(self, differences: Sequence[float]) -> float:
+        """Size of the mean of the latest differences, if all have its sign and it is not chance, else 0."""
+        latest = [*differences]
         if len(latest) < self.LASTING or (min(latest) < 0) == (max(latest) > 0):
             return 0.0
         mean, error = statistics.fmean(latest), statistics.stdev(latest) / math.sqrt(len(latest))
@@ -289,6 +298,16 @@ class Window:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None
         return float(value)
+
+    @property
+    def beyond_entropy(self) -> float | None:
+        """
+        `surprise` minus the entropy that TRL logs, in nats per token; `None` if one is unknown, or with `rollout_support`,
+        where the probabilities are of the kept tokens.
+        """
+        surprise, entropy = self.get("surprise"), self.of_trl("entropy")
+        replays = self.settings is not None and self.settings.rollout_support is not None
+        return None if surprise is None or entropy is None or replays else surprise - entropy
 
     @property
     def clips_at_once(self) -> bool:

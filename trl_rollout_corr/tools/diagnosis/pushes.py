@@ -1,0 +1,201 @@
+"""
+Whether pushed weights arrive. The scores after pushes, `fresh_k3_kl` and `age_k3_kl`, observe it and are asked first. A dump
+without them is judged by the course of its gap, and that inference is only *possible*.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ...correction.functional import LARGEST_POWER
+from .evidence import POSSIBLE, Evidence, mean, spearman
+from .growth import as_small_as_rounding, growing, keeps_growing, stands_still, step_explains
+from .observed import DumpedTokens
+
+
+NONE, HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it
+# Of scores after pushes: a `fresh_k3_kl` that counts, times that of the first pushes; what is rounding, in nats per token;
+# and the largest move of a sampler that stands still, over that gap and over the noise of the kernels
+_FURTHER, _SAME, _UNMOVED, _NOISE = 10.0, 1e-5, 0.05, 3.0
+_LIKELY = 0.85  # certainty that no weights arrive, where the move of one step is below the noise of the kernels
+_FASTER = 1.5  # growth of `fresh_k3_kl` over `age_k3_kl` from one score to the next
+_MOVED = 5.0  # standard deviations under chance, because completions of a prompt are alike
+_NEAR = 0.25  # share of a gap that eight completions show, where all of them show it
+_SCORES = (
+    "right after the push of step {at}, trainer and sampler are {fresh} apart (`fresh_k3_kl`), and the sampler has moved by "
+    "{age} since it drew the tokens (`age_k3_kl`)"
+)
+
+
+# What the scores show -----------------------------------------------------------------------------------------------------
+
+
+class ScoredPushes(NamedTuple):
+    """What the scores after pushes show of the weights: whether they `arrive`, are `lost`, or arrive in `part`."""
+
+    arrival: Literal["arrive", "lost", "part", "unknown"]
+    step: int = 0  # optimizer step of the latest score
+    fresh: float = np.nan  # `fresh_k3_kl` there
+    age: float = np.nan  # `age_k3_kl` there
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"at": float(self.step), "fresh": self.fresh, "age": self.age}
+
+    @property
+    def sentence(self) -> str:
+        return _SCORES
+
+
+def scored_pushes(o: DumpedTokens) -> ScoredPushes:
+    """
+    Whether weights arrive, by the scores after the latest pushes. With equal weights the two sides are as far apart as
+    after the first push; if they are further apart, the push was lost if the sampler stands still.
+    """
+    if len(o.scored_again) < 2 or not o.k3:
+        return ScoredPushes("unknown")
+    usual = max(min(fresh for _, fresh, _ in o.scored_again), _SAME)
+    step, fresh, age = o.scored_again[-1]
+    if max(fresh for _, fresh, _ in o.scored_again[1:]) < NONE * o.k3:
+        # what happened after the latest score was not observed
+        arrived = k3_of(o, o.step <= step) > HALF * o.k3
+        return ScoredPushes("arrive" if arrived else "unknown", step, fresh, age)
+    if not np.isfinite(age) or fresh < _FURTHER * usual:
+        return ScoredPushes("unknown")
+    _, noise, other_noise = o.scored_again[0]  # of the kernels: right after the first push nothing has moved
+    still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
+    return ScoredPushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
+
+
+def k3_of(o: DumpedTokens, rows: np.ndarray) -> float:
+    """`k3_kl` of the tokens of some sequences, `(B,)`."""
+    d = o.d[rows[o.row]]
+    return mean(np.expm1(np.minimum(d, LARGEST_POWER)) - d)
+
+
+def with_equal_weights(o: DumpedTokens) -> float:
+    """
+    Share of the gap (`k3_kl`) that existed after the first push of the run, before any update; NaN
+    if no completions were scored again then.
+    """
+    first = next(iter(o.scored_again), None)
+    return (first[1] + np.nan_to_num(first[2])) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
+
+
+def falls_behind(o: DumpedTokens) -> bool:
+    """
+    True if `fresh_k3_kl` grows faster than the sampler moves (`age_k3_kl`), as it does without end if weights do not
+    arrive. With samples that are older than announced, both follow the pace of training.
+    """
+    paces = [fresh / age for _, fresh, age in o.scored_again[1:] if age > _SAME / 10]
+    return len(paces) > 1 and paces[-1] > _FASTER * paces[-2] and keeps_growing(o)
+
+
+def beside_equal_weights(
+    o: DumpedTokens, large: np.ndarray, step: int, *, paced: bool
+) -> Literal["yes", "no", "unknown"]:
+    """
+    Whether a gap that is large on one side of an optimizer step, in the sequences `large` (`(B,)`), exists there with equal
+    weights as well: then neither the age of the samples nor the learning rate is its reason. If the learning rate changes
+    there (`paced`), a sampler that lags would show the same, but it would have moved as well.
+    """
+    size, after = k3_of(o, large), bool(large[o.step >= step].any())
+    here = [(fresh, age) for at, fresh, age in o.scored_again if (at >= step) == after]
+    there = [fresh for at, fresh, _ in o.scored_again if (at >= step) != after]
+    if not here:
+        return "unknown"
+    if max(fresh for fresh, _ in here) < NONE * size:
+        return "no"
+    all_of_it = min(fresh for fresh, _ in here) > _NEAR * size and max(there, default=0.0) < NONE * size
+    by_itself = not paced or any(age < HALF * fresh for fresh, age in here)
+    return "yes" if there and all_of_it and by_itself else "unknown"
+
+
+# Weights that do not arrive -----------------------------------------------------------------------------------------------
+
+
+def never_pushed(o: DumpedTokens) -> Evidence | None:
+    return None if serves_adapters(o) else _apart(o)
+
+
+def adapter_missing(o: DumpedTokens) -> Evidence | None:
+    """Test whether the weights do not arrive, in a run whose sampler should load adapters by itself."""
+    return _apart(o) if serves_adapters(o) else None
+
+
+def serves_adapters(o: DumpedTokens) -> bool:
+    return o.about.get("pushed") == "adapter"
+
+
+def _apart(o: DumpedTokens) -> Evidence | None:
+    """Test whether pushes are lost: by the scores after them, and without scores by the course of the gap."""
+    if stands_still(o):
+        return None  # there are no updates to miss
+    seen = scored_pushes(o)
+    if seen.arrival == "lost":
+        # updates that the sampler rounds away look the same
+        most = POSSIBLE if o.quantised or o.coarser else 0.99 if _would_show_a_step(o, seen) else _LIKELY
+        return Evidence(1.0, 1.0, seen.numbers, seen.sentence, most=most)
+    return drifts_apart(o) if seen.arrival == "unknown" else None
+
+
+def _would_show_a_step(o: DumpedTokens, seen: ScoredPushes) -> bool:
+    """
+    True if `age_k3_kl` would show a sampler that takes a part of each update. The gap of `n` updates is up to `n^2` times as
+    large as the one of a single update.
+    """
+    return seen.age < seen.fresh / max(seen.step - o.scored_again[0][0], 1) ** 2
+
+
+def pushed_in_part(o: DumpedTokens) -> Evidence | None:
+    """Test whether the two sides move apart although the sampler moves: by the scores after pushes."""
+    seen = scored_pushes(o)
+    if seen.arrival != "part" or not falls_behind(o) or stands_still(o):
+        return None
+    sentence = (
+        f"{seen.sentence}; the gap keeps growing. Kernels that differ more for this policy than for the first, or samples "
+        "that are older than announced, would look the same for a while"
+    )
+    return Evidence(1.0, 1.0, seen.numbers, sentence, most=POSSIBLE)
+
+
+def drifts_apart(o: DumpedTokens) -> Evidence | None:
+    """
+    Infer from the course of the gap that weights do not arrive: it grows with the step in the freshest samples, and the
+    sampler's own log-probabilities stay as they are.
+    """
+    if (
+        as_small_as_rounding(o)
+        or stands_still(o)
+        or _sampler_moves(o)
+        or (serves_adapters(o) and not step_explains(o))
+    ):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age, while the "
+        "sampler's own log-probabilities stay as they are. Noise that grows, updates that the sampler rounds away, or an "
+        "adapter that counts twice would look the same; `fresh_k3_kl` and `age_k3_kl` would tell, but this log lacks them"
+    )
+    freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
+    # the freshest samples only, so that age cannot be the cause, unless it was found to be none
+    chosen = np.isnan(freshest) | (o.staleness == freshest) | serves_adapters(o)
+    evidence = growing(o, np.where(chosen, o.step, np.nan), sentence)
+    return evidence and evidence._replace(most=POSSIBLE)
+
+
+def _sampler_moves(o: DumpedTokens) -> bool:
+    """True if the sampler's own log-probabilities rise or fall with the step, which means that it gets weights."""
+    own = o.of_rows(o.rollout)
+    finite = np.isfinite(own)
+    return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > _MOVED)
+
+
+def standing_still(o: DumpedTokens) -> Evidence | None:
+    if not stands_still(o):
+        return None
+    sentence = (
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning rates of "
+        "these steps add up to {movement}, so that the trainer's weights stand still"
+    )
+    evidence = growing(o, o.step.astype(float), sentence)
+    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
