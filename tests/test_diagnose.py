@@ -1067,6 +1067,18 @@ def test_scores_after_pushes_tell_old_weights_from_lost_pushes_and_from_rounding
     assert "stale" not in [x.name for x in found.findings]  # the gap was there with equal weights
 
 
+def test_a_push_that_most_texts_show_to_arrive_is_not_lost(other_weights, tmp_path, capsys):
+    """A server scores some texts wrongly, or one replica of several gets no push."""
+    for off, cause in ((8, "never_pushed"), (2, "some_completions")):
+        folder = tmp_path / str(off)
+        rewritten(other_weights(lag=1000), folder, unannounced)
+        texts = {"rollout_corr/fresh_texts": 8, "rollout_corr/fresh_texts_off": off}
+        dump.append_log(folder, {"step": 16, **texts})
+        assert scored(folder, {1: (1e-9, 1e-9), 2: (1e-3, 0.0), 16: (0.5, 0.0)}).findings[0].name == cause
+    assert main(["diagnose", str(folder)]) == 1
+    assert "2 of the 8 completions that were scored once more after the push of step 16" in capsys.readouterr().out
+
+
 def test_a_corrected_run_is_not_told_to_correct(other_weights, capsys):
     main(["diagnose", str(other_weights(lag=4))])
     text = capsys.readouterr().out

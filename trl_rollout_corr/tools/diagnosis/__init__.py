@@ -86,6 +86,7 @@ def observe_dump(dump: Dump, settings: Settings | None, alarms: Sequence[Alarm],
         harmed=harmed,
         age=dump.age,
         scored_again=scored,
+        texts_off=_texts_off(logs, int(dump.sequences.step.max())),
         entropy=_entropy(logs, dump.sequences.step),
         rates=rates,
     )
@@ -128,6 +129,16 @@ def _scored_again(logs: list[dict[str, Any]], last: int) -> list[tuple[int, floa
         fresh, age = (value_of(entry, f"{PREFIX}{name}_k3_kl") for name in ("fresh", "age"))
         if fresh is not None and entry["step"] <= last:
             found.append((int(entry["step"]), fresh, np.nan if age is None else age))
+    return found
+
+
+def _texts_off(logs: list[dict[str, Any]], last: int) -> tuple[float, float] | None:
+    """`fresh_texts_off` and `fresh_texts` of the latest score after a push up to step `last`; `None` if unknown."""
+    found = None
+    for entry in logs:
+        off, n = (value_of(entry, f"{PREFIX}{name}") for name in ("fresh_texts_off", "fresh_texts"))
+        if off is not None and n is not None and entry["step"] <= last:
+            found = off, n
     return found
 
 

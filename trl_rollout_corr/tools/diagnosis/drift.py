@@ -39,7 +39,9 @@ def stale(o: DumpedTokens) -> Evidence | None:
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     evidence = growing(o, o.staleness, sentence)
     # weights that never arrive may explain a gap that grows with the step at equal age, and not with the age
-    doubtful = scored_pushes(o).arrival != "arrive" and (step_explains(o) or (serves_adapters(o) and not age_explains(o)))
+    doubtful = scored_pushes(o).arrival != "arrive" and (
+        step_explains(o) or (serves_adapters(o) and not age_explains(o))
+    )
     numbers = {**evidence.numbers, "oldest": float(ages.max())} if evidence else {}
     return evidence and evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
 

@@ -31,9 +31,12 @@ _SCORES = (
 
 
 class ScoredPushes(NamedTuple):
-    """What the scores after pushes show of the weights: whether they `arrive`, are `lost`, or arrive in `part`."""
+    """
+    What the scores after pushes show of the weights: whether they `arrive`, are `lost`, arrive in `part`, or arrive where all
+    but `some` completions were scored.
+    """
 
-    arrival: Literal["arrive", "lost", "part", "unknown"]
+    arrival: Literal["arrive", "lost", "part", "some", "unknown"]
     step: int = 0  # optimizer step of the latest score
     fresh: float = np.nan  # `fresh_k3_kl` there
     age: float = np.nan  # `age_k3_kl` there
@@ -62,9 +65,19 @@ def scored_pushes(o: DumpedTokens) -> ScoredPushes:
         return ScoredPushes("arrive" if arrived else "unknown", step, fresh, age)
     if not np.isfinite(age) or fresh < _FURTHER * usual:
         return ScoredPushes("unknown")
+    if only_some_texts(o):
+        return ScoredPushes("some", step, fresh, age)
     _, noise, other_noise = o.scored_again[0]  # of the kernels: right after the first push nothing has moved
     still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
     return ScoredPushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
+
+
+_FEWEST = 4  # completions that were scored, of which some may have the gap and others not
+
+
+def only_some_texts(o: DumpedTokens) -> bool:
+    """True if at most half of the completions that were scored after the latest push have all of the gap."""
+    return o.texts_off is not None and o.texts_off[1] >= _FEWEST and 2 * o.texts_off[0] <= o.texts_off[1]
 
 
 def k3_of(o: DumpedTokens, rows: np.ndarray) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms, spearman, typical
 from .location import Split, begun, completions, growth
 from .observed import BINS, DumpedTokens, mean_of_equal
+from .pushes import scored_pushes
 
 
 # Quantile at which tokens are compared, because most log-ratios of a confident model are near 0
@@ -28,6 +29,7 @@ _EQUAL = 5  # tokens with one value beyond chance
 _DIFFERENT = 0.3  # equal values are fillers if the trainer's differ by this many nats, and standard deviations of all
 _TWICE, _NEARLY = 2, 0.8  # least number of zeros that an engine forced, and share of them at one token
 _ALL, _OF_SEAMS = 0.9, 0.5  # least share of d^2 in later turns, and largest share of it at their first tokens
+_OBSERVED = 10.0  # statistic of completions that were seen to have the gap
 _ENOUGH_TOKENS, _EDGE = 30, 8  # tokens of a kind needed to compare turns, and places on each side of an edge
 _BEGUN = 0.8  # share of the deviating completions that deviate from their beginning, as from another sampler
 _CLEAN = 10.0  # how much smaller the gap of unaffected tokens is
@@ -338,7 +340,7 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
     """Test whether some completions show the gap, and others of the same step and age do not."""
     split = completions(o)
     if split is None or _of_turns_or_padding(o, split):
-        return None
+        return _some_scored_again(o)
     rest = ~split.tokens
     grows = growth(o, split)
     numbers = {
@@ -355,6 +357,19 @@ def some_completions(o: DumpedTokens) -> Evidence | None:
     most = 0.99 if numbers["begun"] > _BEGUN and numbers["elsewhere"] < LARGE else POSSIBLE
     rows = np.isin(np.arange(len(o.lengths)), o.row[split.tokens])
     return Evidence(split.apart, bounded(split.share), numbers, sentence, most=most, rows=rows)
+
+
+def _some_scored_again(o: DumpedTokens) -> Evidence | None:
+    """Evidence from the completions that were scored again after a push, if only some of them show the gap."""
+    seen = scored_pushes(o)
+    if seen.arrival != "some" or o.texts_off is None:
+        return None
+    off, scored = o.texts_off
+    sentence = (
+        "{off} of the {scored} completions that were scored once more after the push of step {at} have all of the gap "
+        "(`fresh_k3_kl` is {fresh}), so that the push arrived where the others were scored"
+    )
+    return Evidence(_OBSERVED, 1.0, {"off": off, "scored": scored, **seen.numbers}, sentence)
 
 
 def by_advantage(o: DumpedTokens) -> Evidence | None:
