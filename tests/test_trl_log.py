@@ -46,6 +46,38 @@ def suspected(capsys, folder):
     return [cause["cause"] for cause in found["causes"]]
 
 
+def test_a_report_quotes_the_worst_and_the_last_value_and_the_fall_of_the_reward(tmp_path, capsys):
+    """The weight crosses its limit at 0.78, and the run ends at 0.05 with a reward of 0.02."""
+    folder, steps = tmp_path / "run", range(10, 1001, 10)
+    ratios = {
+        step: 0.97 if step < 600 else max(0.78 - (step - 600) / 300, 0.03) + 0.02 * (step > 990) for step in steps
+    }
+    write(folder, ratios, length=(90, 90))
+    state = json.loads((folder / "trainer_state.json").read_text())
+    for entry in state["log_history"][:-1]:
+        good = entry["step"] < 600
+        entry["reward"] = (0.7 if good else max(0.7 - (entry["step"] - 600) / 200, 0.02)) + NOISE.gauss(0, 0.01) * good
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    main(["report", str(folder), "-o", str(tmp_path / "page.html")])
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("Look into it. ")
+    assert "At worst, `sampling/importance_sampling_ratio/mean` is 0.03 (step " in said
+    assert "and at last 0.05." in said
+    assert re.search(r"The reward fell from 0\.70?\d* \(step \d+\) to 0\.02\.", said)
+    assert "The reward fell from 0.7" in (tmp_path / "page.html").read_text()
+
+
+def test_a_reward_that_rises_or_only_varies_did_not_fall(tmp_path, capsys):
+    for name, reward in (("rises", lambda i: i / 100), ("varies", lambda i: 0.5 + NOISE.gauss(0, 0.1))):
+        folder = write(tmp_path / name, HEALTHY)
+        state = json.loads((folder / "trainer_state.json").read_text())
+        for i, entry in enumerate(state["log_history"][:-1]):
+            entry["reward"] = reward(i)
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        main(["report", str(folder), "-o", str(tmp_path / f"{name}.html")])
+        assert "reward fell" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("known", [{}, {"length": (90, 90)}, {"gap": (0.006, 0.006), "length": (90, 90)}], ids=str)
 def test_three_shapes_are_three_first_suspicions(known, tmp_path, capsys):
     shapes = {"flat": FLAT, "sudden": SUDDEN, "slow": SLOW, "healthy": HEALTHY}

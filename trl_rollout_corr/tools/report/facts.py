@@ -15,6 +15,7 @@ from ..formats import number, steps
 from ..monitor.conditions import without_advantages
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
+from ..monitor.rules import BOUNDS
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
 
@@ -66,19 +67,63 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
     """
     if facts.run.log.empty:
         return "unknown", "No metrics", "There are no metrics to look at."
+    fall = reward_fall(facts.run.log)
     if facts.alarms:
         first, more = facts.alarms[0], len(facts.alarms) - 1
-        detail = f"{first.seen} Seen in {steps(first.step, first.last_step)}."
-        detail += f" {more} other finding{'s' if more > 1 else ''} below." if more else ""
-        return first.severity, "Act now" if first.severity == "critical" else "Look into it", detail
+        parts = [f"{first.seen} Seen in {steps(first.step, first.last_step)}.", _course(first, facts.run.log), fall]
+        parts += [f"{more} other finding{'s' if more > 1 else ''} below."] if more else []
+        state = "Act now" if first.severity == "critical" else "Look into it"
+        return first.severity, state, " ".join(filter(None, parts))
     if facts.course is not None and (found := suspicions(facts.course)):
-        return "warning", "Look into it", f"{suspicion_headline(found)}."
+        return "warning", "Look into it", f"{suspicion_headline(found)}. {fall}".strip()
     expected = ""
     if facts.diagnosis is not None and facts.diagnosis.expected:
         expected = f" Its gap is expected{', and is corrected' if facts.diagnosis.corrects else ''}."
-    if doubts := _outside(facts.run) + _without_advantages(facts.run):
+    doubts = _outside(facts.run) + _without_advantages(facts.run)
+    if fall:
+        doubts.append(f"{fall[:1].lower()}{fall[1:-1]}")
+    if doubts:
         return "unknown", "No alarm", f"No alarm was raised in {facts.windows}, but {'; '.join(doubts)}.{expected}"
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
+
+
+def _course(alarm: Alarm, log: pd.DataFrame) -> str:
+    """A sentence on the worst and the last value of the metric of an alarm; empty if it has not moved since."""
+    key = RATIO if alarm.key not in log and alarm.key == f"{PREFIX}rollout_is_mean" else alarm.key
+    values = _finite(log, key)
+    values = values[values.index >= alarm.step]
+    if len(values) < 2:
+        return ""
+    at = int(values.idxmin() if BOUNDS[alarm.bound].below else values.idxmax())
+    first, worst, last = (number(float(x)) for x in (values.iloc[0], values[at], values.iloc[-1]))
+    name = f"`{key.removeprefix(PREFIX)}`"
+    if worst == last:
+        return "" if worst == first else f"At last, {name} is {last}, its worst value."
+    return f"At worst, {name} is {worst} (step {at}), and at last {last}."
+
+
+_SPAN = 20  # one in this many windows is averaged at each end of a fall
+_FALLS = 0.3  # share of the range of these means that counts as a fall
+_BEYOND = 5.0  # standard errors of a mean, which chance hardly exceeds
+
+
+def reward_fall(log: pd.DataFrame) -> str:
+    """A sentence on the fall of the reward from its best mean to its last one; empty if it did not fall for good."""
+    values = _finite(log, "reward")
+    n = max(len(values) // _SPAN, 3)
+    means = values.rolling(n).mean().dropna()
+    if len(means) < 2 * n:
+        return ""
+    error = float(values.diff().std()) / (2 * n) ** 0.5  # of a mean of `n` windows, without the course of the run
+    best, last = float(means.max()), float(means.iloc[-1])
+    if best - last <= max(_FALLS * (best - float(means.min())), _BEYOND * error):
+        return ""
+    return f"The reward fell from {number(best)} (step {int(means.idxmax())}) to {number(last)}."
+
+
+def _finite(log: pd.DataFrame, key: str) -> "pd.Series[float]":
+    """The finite values of a metric by step."""
+    return log.get(key, pd.Series(dtype=float)).replace([np.inf, -np.inf], np.nan).dropna()
 
 
 def _outside(run: Run) -> list[str]:
