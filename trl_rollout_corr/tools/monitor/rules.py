@@ -200,7 +200,7 @@ RULES = [
         "other_draws",
         key="surprise",
         limit=0.2,
-        seen="`surprise` differs from TRL's `entropy` by a share of {value:.2g}, above {limit:g}, although `k3_kl` is small.",
+        seen="`surprise` differs from TRL's `entropy` by a share of {value}, above {limit:g}, although `k3_kl` is small.",
         why="The two are equal if tokens are drawn with the probabilities that are reported, so these were drawn with another "
         "temperature, with `top_p`, or in another way.",
         advice="Return the log-probabilities with which the tokens were drawn, or draw from the whole distribution at the "
