@@ -101,7 +101,7 @@ TOOLS = {
         "writing",
         "of_verl",
     ],
-    "tools.logs": ["tables", "trackers", "reading"],
+    "tools.logs": ["tables", "trackers", "log_files"],
     "tools.diagnosis": [
         "observed",
         "evidence",

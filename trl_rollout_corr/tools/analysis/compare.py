@@ -16,7 +16,7 @@ from ..diagnosis import COLUMNS, decision_of
 from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
 from ..formats import number, three_decimals, yaml_lines
-from ..logs.reading import refuse_log
+from ..logs.log_files import refuse_log
 from ..run_facts import trl_corrects
 from ..translation.setting_files import read_config
 from .recompute import Batch, Outcome, batch_of, recompute

@@ -13,7 +13,7 @@ from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
 from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
-from ..logs.reading import KINDS, first_readable, is_log, logs_of, merge, refuse_unknown, split_source
+from ..logs.log_files import KINDS, first_readable, is_log, logs_of, merge, refuse_unknown, split_source
 
 
 # Columns of a dump, without the ones that no page shows

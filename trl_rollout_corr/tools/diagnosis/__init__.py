@@ -22,7 +22,7 @@ from ..dump.claims import find_dump
 from ..dump.folder import read_logs
 from ..dump.in_effect import settings_of_run
 from ..dump.reading import Dump, open_dump
-from ..logs.reading import first_readable, is_log, logs_of, merge, refuse_unknown, split_source
+from ..logs.log_files import first_readable, is_log, logs_of, merge, refuse_unknown, split_source
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
