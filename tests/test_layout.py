@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -378,6 +379,18 @@ def test_a_training_without_a_monitor_loads_no_tool(imports, correction):
 def test_every_module_has_its_place():
     found = {module_of(path) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
     assert found == set(ORDER)
+
+
+def test_each_file_class_and_function_has_a_name_of_its_own():
+    """Except functions of the door, which are named after what they open, and functions that only their module uses."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    names = [path.name for path in paths]
+    for path in paths:
+        defined = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        ]
+        names += [node.name for node in defined if not node.name.startswith("_") and module_of(path) != "door"]
+    assert [name for name, times in Counter(names).items() if times > 1] == []
 
 
 def test_trl_is_imported_by_the_trainers_scripts_and_the_process_of_the_probe_alone():
