@@ -108,7 +108,7 @@ TOOLS = {
         "evidence",
         "location",
         "growth",
-        "pushes",
+        "scored_pushes",
         "single_tokens",
         "sampling",
         "drift",

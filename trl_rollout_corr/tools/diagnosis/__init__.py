@@ -3,9 +3,10 @@ The command `trl-rollout-corr diagnose`: the cause of the gap between trainer an
 the remedy. It works on arrays of numpy and needs no TRL.
 
 `observed` holds the tokens. `causes` lists one record per cause, and `other_causes` those of harm without a gap. The
-tests of the causes are in `single_tokens`, `drift`, `sampling` and `precision`, and use the statistics in `evidence`.
-`location` finds the completions, turns and prompts that cause the whole gap. `ranking` searches, and `text` writes the
-answer. For a run without a dump, `trl_log` reads the log of its trainer.
+tests of the causes are in `single_tokens`, `scored_pushes`, `changes`, `drift`, `sampling` and `precision`, and use
+the statistics in `evidence` and `growth`. `location` finds the completions, turns and prompts that cause the whole
+gap. `ranking` searches, and `text` writes the answer. For a run without a dump, `trl_log` reads the log of its
+trainer.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ The causes that a diagnosis knows, one record each: the test that finds the caus
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import changes, drift, precision, pushes, sampling, single_tokens
+from . import changes, drift, precision, sampling, scored_pushes, single_tokens
 from .evidence import Evidence
 from .observed import DumpedTokens
 
@@ -195,7 +195,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "never_pushed": Cause(
         "weights that do not arrive in the sampler",
-        Test(pushes.never_pushed, 0.4, 0.6),
+        Test(scored_pushes.never_pushed, 0.4, 0.6),
         "Trainer and sampler drift apart, whatever the age of the samples. Look at the push: the "
         "sampler may not know the names of some parameters, an adapter may not be merged, or a server may load weights but "
         "keep its cache. "
@@ -204,7 +204,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
-        Test(pushes.adapter_missing, 0.4, 0.6),
+        Test(scored_pushes.adapter_missing, 0.4, 0.6),
         "The curves look as if the weights were stale, but the sampler still uses the base model, whatever age is announced. "
         "Ask the server for its adapters (`/v1/models`), and check that requests name the adapter that was pushed last. "
         "Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
@@ -212,14 +212,14 @@ CAUSES: dict[str, Cause] = {
     ),
     "pushed_in_part": Cause(
         "weights that arrive in part, or with a wrong scale",
-        Test(pushes.pushed_in_part, 0.4, 0.6),
+        Test(scored_pushes.pushed_in_part, 0.4, 0.6),
         "The sampler moves with each push, and yet not to the trainer's weights. Look for parameters that the engine leaves "
         "out: biases, `modules_to_save` and magnitudes (DoRA) of an adapter, a head, experts; for the scale of an adapter; "
         "and for one replica of several. Compare tensors in the engine with the trainer's after a push. " + _GROWS,
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
-        Test(pushes.standing_still, 0.4, 0.6),
+        Test(scored_pushes.standing_still, 0.4, 0.6),
         "Start a new run with the folder of the checkpoint as its model, and `learning_rate: 0`. `resume_from_checkpoint` "
         "would not do, because it restores the rate. If the gap grows again, no update is the cause: restart the engine, "
         "empty its caches, compare its version and kernels, and check whether completions get longer.",

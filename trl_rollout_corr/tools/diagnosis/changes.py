@@ -8,7 +8,7 @@ from .drift import stale
 from .evidence import POSSIBLE, Evidence, bounded, pearson, rms
 from .growth import ENOUGH, with_advantage
 from .observed import DumpedTokens
-from .pushes import HALF, beside_equal_weights
+from .scored_pushes import HALF, beside_equal_weights
 
 
 _SIDES = 3  # fewest steps before and after a change

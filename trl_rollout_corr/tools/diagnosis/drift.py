@@ -20,7 +20,7 @@ from .growth import (
     with_advantage,
 )
 from .observed import DumpedTokens
-from .pushes import HALF, drifts_apart, falls_behind, scored_pushes, serves_adapters, with_equal_weights
+from .scored_pushes import HALF, drifts_apart, falls_behind, scored_pushes, serves_adapters, with_equal_weights
 
 
 _LIKELY = 0.85  # certainty of a cause that resembles a prompt that was trained on before

@@ -13,7 +13,7 @@ from .location import where
 from .observed import DumpedTokens
 from .other_causes import OTHER_CAUSES
 from .precision import noise_floor
-from .pushes import NONE, with_equal_weights
+from .scored_pushes import NONE, with_equal_weights
 
 
 LIKELY = 0.7  # certainty above which a cause is more than possible

@@ -8,7 +8,7 @@ import numpy as np
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms, spearman, typical
 from .location import Split, begun, completions, growth
 from .observed import BINS, DumpedTokens, mean_of_equal
-from .pushes import scored_pushes
+from .scored_pushes import scored_pushes
 
 
 # Quantile at which tokens are compared, because most log-ratios of a confident model are near 0

@@ -13,7 +13,7 @@ from .folder import write_rows
 from .rows import Tensors, make_row, on_host
 
 
-def batch_of(verl: Mapping[str, torch.Tensor]) -> Tensors:
+def tensors_of(verl: Mapping[str, torch.Tensor]) -> Tensors:
     """
     A batch of verl's `RayPPOTrainer` under the names of a dump.
 
@@ -49,7 +49,7 @@ def write_batches(batches: Path, folder: Path) -> None:
     """Write a dump of the files `STEP.pt` in a folder."""
     for path in batches.glob("*.pt"):
         step = int(path.stem)
-        rows = [make_row(row, step) for row in on_host(batch_of(torch.load(path)))]
+        rows = [make_row(row, step) for row in on_host(tensors_of(torch.load(path)))]
         write_rows(folder, step, 0, rows, settings={})
 
 

@@ -61,7 +61,7 @@ def scored_pushes(o: DumpedTokens) -> ScoredPushes:
     step, fresh, age = o.scored_again[-1]
     if max(fresh for _, fresh, _ in o.scored_again[1:]) < NONE * o.k3:
         # what happened after the latest score was not observed
-        arrived = k3_of(o, o.step <= step) > HALF * o.k3
+        arrived = k3_of_rows(o, o.step <= step) > HALF * o.k3
         return ScoredPushes("arrive" if arrived else "unknown", step, fresh, age)
     if not np.isfinite(age) or fresh < _FURTHER * usual:
         return ScoredPushes("unknown")
@@ -80,7 +80,7 @@ def only_some_texts(o: DumpedTokens) -> bool:
     return o.texts_off is not None and o.texts_off[1] >= _FEWEST and 2 * o.texts_off[0] <= o.texts_off[1]
 
 
-def k3_of(o: DumpedTokens, rows: np.ndarray) -> float:
+def k3_of_rows(o: DumpedTokens, rows: np.ndarray) -> float:
     """`k3_kl` of the tokens of some sequences, `(B,)`."""
     d = o.d[rows[o.row]]
     return mean(np.expm1(np.minimum(d, LARGEST_POWER)) - d)
@@ -112,7 +112,7 @@ def beside_equal_weights(
     weights as well: then neither the age of the samples nor the learning rate is its reason. If the learning rate changes
     there (`paced`), a sampler that lags would show the same, but it would have moved as well.
     """
-    size, after = k3_of(o, large), bool(large[o.step >= step].any())
+    size, after = k3_of_rows(o, large), bool(large[o.step >= step].any())
     here = [(fresh, age) for at, fresh, age in o.scored_again if (at >= step) == after]
     there = [fresh for at, fresh, _ in o.scored_again if (at >= step) != after]
     if not here:
