@@ -1,12 +1,11 @@
 """
 Metrics as sums on the device, which become numbers when they are logged. Torch only.
 
-One float64 vector of sums, counts and maxima ([`Statistics`]) describes a batch. The host waits for
-the device in [`Statistics.finish`] only. For each subject (the two policies, importance weights,
-rejection), the sums stand next to the metrics computed from them.
+One float64 vector of sums, counts and maxima ([`Statistics`]) describes a batch. The host waits for the device in
+[`Statistics.finish`] only. For each subject (the two policies, importance weights, rejection), the sums stand next to
+the metrics computed from them.
 
-Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in
-`docs/metrics.md`.
+Names inside a vector are internal. The metric keys, their formulas and healthy ranges are listed in `docs/metrics.md`.
 """
 
 import math
@@ -34,8 +33,8 @@ from .sums import Applied, Sums, divide, maximum, std
 @dataclass(frozen=True)
 class Statistics(Sums):
     """
-    Sums that describe a batch with its weights and criteria. The vector, of shape `(len(sum_names)
-    + len(max_names),)`, holds the sums and the maxima.
+    Sums that describe a batch with its weights and criteria. The vector, of shape
+    `(len(sum_names) + len(max_names),)`, holds the sums and the maxima.
     """
 
     bounding: Bounding | None = None
@@ -166,8 +165,7 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
     excess = torch.expm1(d.clamp(max=LARGEST_POWER))
     c.add("k3", excess - d)
-    # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small
-    # divergence
+    # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
     excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
     c.add("excess", excess)
     c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
@@ -266,8 +264,7 @@ def _weight(bounding: Bounding, log_ratio: float) -> float:
 
 def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]:
     n = s["tokens"]
-    # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1
-    # and (w - 1)^2
+    # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
     if bounding.grows:
         smallest, largest = (_weight(bounding, d) for d in (-maximum(s["d_negated_min"]), maximum(s["d_max"])))

@@ -24,35 +24,34 @@ _SEVERAL, _FLAG = {"nargs": "+"}, {"nargs": "?", "const": True}
 @dataclass
 class RolloutCorrectionConfig:
     r"""
-    Configuration of rollout correction. `trl-rollout-corr docs fields` explains each field, with an
-    example.
+    Configuration of rollout correction. `trl-rollout-corr docs fields` explains each field, with an example.
 
-    All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a
-    command line. Thresholds are numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is
-    parsed too. The default of a field that the preset decides means "as the preset says". The
-    fields keep what the user gave; `settings` gives the values in effect.
+    All fields are flat, so that they can be given in Python, in a YAML file, as JSON, or on a command line. Thresholds
+    are numbers and lists of numbers; verl's text form (`"0.6_1.6,2.5"`) is parsed too. The default of a field that the
+    preset decides means "as the preset says". The fields keep what the user gave; `settings` gives the values in
+    effect.
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
             Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl` if a field
-            `vllm_importance_sampling_*` is given, and only what is given if `rollout_is`, `rollout_rs` or `bypass_mode` is.
+            `vllm_importance_sampling_*` is given, and only what is given if `rollout_is`, `rollout_rs` or
+            `bypass_mode` is.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
-            Level of the importance weights: token, turn, sequence (product of ratios), geometric
-            (their mean), or `None`.
+            Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or
+            `None`.
         rollout_is_threshold (`float` or `list`, *optional*):
-            A number truncates the weights from above; outside a pair they are 0 (IcePop). Two
-            pairs, such as `0_1,1_1`, are for negative and for positive advantages.
+            A number truncates the weights from above; outside a pair they are 0 (IcePop). Two pairs, such as
+            `0_1,1_1`, are for negative and for positive advantages.
         rollout_is_clamp (`bool`, *optional*):
             Move weights outside a pair to the nearest bound instead of setting them to 0.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks.
         rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
-            Rejection criteria, or `None`:
-            `{token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`,
+            Rejection criteria, or `None`: `{token,turn_sum,turn_mean,turn_max,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`,
             `token_{tv,kl,binary_kl}` and `seq_mean_{tv,binary_kl}`.
         rollout_rs_threshold (`float` or `list`, *optional*):
-            One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a
-            bound for negative and one for positive advantages; else an upper bound.
+            One entry per criterion, or one for all: for k1 bounds on the ratio; for tv and kl a bound for negative and
+            one for positive advantages; else an upper bound.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks.
         rollout_allow_rounding (`bool`, *optional*):
@@ -64,18 +63,16 @@ class RolloutCorrectionConfig:
         bypass_mode (`bool`, *optional*):
             Use the sampler's log-probabilities instead of the old policy's.
         rollout_loss_type (`str`, *optional*):
-            Loss in bypass mode: ppo_clip clips the ratio and only reports weights; reinforce
-            applies weights.
+            Loss in bypass mode: ppo_clip clips the ratio and only reports weights; reinforce applies weights.
         rollout_clip_ratio_c (`float` or `None`, *optional*, defaults to `3.0`):
             With ppo_clip: largest ratio with a gradient where the advantage is negative.
         rollout_metrics_only (`bool`, *optional*, defaults to `False`):
             Compute and report the correction, and leave the loss alone.
         rollout_nan_policy (`str`, *optional*, defaults to `"drop"`):
-            A token whose log-ratio is not finite leaves the loss (drop), stops the run (raise), or
-            gets a ratio of 1 (neutralize).
+            A token whose log-ratio is not finite leaves the loss (drop), stops the run (raise), or gets a ratio of 1
+            (neutralize).
         rollout_support (`str`, *optional*):
-            With `top_p`, `top_k` or `min_p`, replay scores over the tokens that a colocated vLLM
-            kept.
+            With `top_p`, `top_k` or `min_p`, replay scores over the tokens that a colocated vLLM kept.
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments of a colocated vLLM that TRL has no field for, such as `{"dtype": "float16"}`.
         rollout_routing (`str`, *optional*):
@@ -98,8 +95,7 @@ class RolloutCorrectionConfig:
             Size of the folder in GB above which the oldest steps are deleted.
 
     Raises:
-        `ValueError`: if the value of a field is refused. The message names the field, the value and
-        a remedy.
+        `ValueError`: if the value of a field is refused. The message names the field, the value and a remedy.
     """
 
     rollout_correction: str | None = "default"
@@ -301,15 +297,15 @@ def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
         )
     if settings.clips_around_sampler and preset["rollout_is"] and "rollout_is" not in given:
         warn(
-            f"`bypass_mode` with `rollout_loss_type='ppo_clip'` does not go with {name!r}: its importance weights are only "
-            "reported, because PPO clips around the sampler. Take a preset that starts with bypass_ instead.",
+            f"`bypass_mode` with `rollout_loss_type='ppo_clip'` does not go with {name!r}: its importance weights are "
+            "only reported, because PPO clips around the sampler. Take a preset that starts with bypass_ instead.",
             "bypass_mode",
         )
     level = preset["rollout_is"]
     other_level = level is not None and settings.rollout_is not in (None, level)
     if other_level and "rollout_is_threshold" not in given and isinstance(preset["rollout_is_threshold"], list):
         warn(
-            f"`rollout_is` is {settings.rollout_is!r}, but the bounds {preset['rollout_is_threshold']} of {name!r} are made "
-            f"for weights of level {level!r}. Set `rollout_is_threshold`, too.",
+            f"`rollout_is` is {settings.rollout_is!r}, but the bounds {preset['rollout_is_threshold']} of {name!r} "
+            f"are made for weights of level {level!r}. Set `rollout_is_threshold`, too.",
             "rollout_is",
         )

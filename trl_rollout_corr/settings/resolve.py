@@ -48,8 +48,8 @@ class Settings:
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Settings":
         """
-        Settings that a run wrote, by name of their field. They are in effect already, so no preset
-        decides any of them again. A `ValueError` if no run writes such a value.
+        Settings that a run wrote, by name of their field. They are in effect already, so no preset decides any of them
+        again. A `ValueError` if no run writes such a value.
         """
         if written["rollout_monitor"] == "stop":  # which earlier releases took, with the same alarms
             written = {**written, "rollout_monitor": "warn"}
@@ -114,9 +114,7 @@ class Settings:
 
     @property
     def applies_weights(self) -> bool:
-        """
-        `True` if importance weights multiply the gradient, which they do not with `"ppo_clip"`.
-        """
+        """`True` if importance weights multiply the gradient, which they do not with `"ppo_clip"`."""
         return self.bounding is not None and not self.clips_around_sampler
 
     @property
@@ -143,9 +141,9 @@ class Settings:
 
 def resolve(fields: Mapping[str, Any], default: str, of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
-    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset,
-    which for `"trl"` comes from `of_trl()`. The preset `"default"` is none if weights, rejection or
-    a mode are given, and `default` otherwise.
+    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset, which for `"trl"`
+    comes from `of_trl()`. The preset `"default"` is none if weights, rejection or a mode are given, and `default`
+    otherwise.
     """
     own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
     preset = fields["rollout_correction"]

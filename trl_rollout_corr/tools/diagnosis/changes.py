@@ -31,8 +31,8 @@ class Jump(NamedTuple):
 
 def changed(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether the gap begins or ends at one step. The scores after pushes tell whether it exists with equal weights: then
-    neither the age of the samples nor the learning rate explains it. Without such scores, either may.
+    Test whether the gap begins or ends at one step. The scores after pushes tell whether it exists with equal weights:
+    then neither the age of the samples nor the learning rate explains it. Without such scores, either may.
     """
     jump = _jump(o)
     if jump is None:
@@ -67,8 +67,8 @@ def changed(o: DumpedTokens) -> Evidence | None:
 
 def _jump(o: DumpedTokens) -> Jump | None:
     """
-    The step at which the gap changes most, if it is level on both sides of it. Completions of one age are compared, the most
-    frequent one, because the gap of old weights moves with their age.
+    The step at which the gap changes most, if it is level on both sides of it. Completions of one age are compared,
+    the most frequent one, because the gap of old weights moves with their age.
     """
     size, ages = np.log(np.maximum(o.level_of_rows, 1e-9)), np.nan_to_num(o.staleness, nan=-1.0)
     known, times = np.unique(ages[np.isfinite(size)], return_counts=True)
@@ -123,8 +123,8 @@ def _pace(o: DumpedTokens, jump: Jump) -> float:
 
 def _is_of_old_weights(o: DumpedTokens, jump: Jump, pace: float) -> bool:
     """
-    True if the age of the samples explains a jump of the gap: the learning rate jumps by as much, or all samples announce one
-    age, whose gap begins and ends as the policy moves.
+    True if the age of the samples explains a jump of the gap: the learning rate jumps by as much, or all samples
+    announce one age, whose gap begins and ends as the policy moves.
     """
     if pace and jump.age != 0 and abs(jump.rise) < abs(np.log(pace)) + np.log(_LEVEL):
         return True

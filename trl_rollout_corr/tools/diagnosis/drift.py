@@ -48,9 +48,8 @@ def stale(o: DumpedTokens) -> Evidence | None:
 
 def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     """
-    Test for stale samples of one age, known or not: the trainer moved toward rewarded completions
-    since. The gap is near 0 in the first step and, unlike with weights that are never pushed, does
-    not grow for ever.
+    Test for stale samples of one age, known or not: the trainer moved toward rewarded completions since. The gap is
+    near 0 in the first step and, unlike with weights that are never pushed, does not grow for ever.
     """
     if as_small_as_rounding(o) or complete_at_once(o):
         return None
@@ -65,8 +64,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
             return None
     numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded, "oldest": age}
     sentence = (
-        "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the advantage "
-        "(rank correlation {rewarded}); "
+        "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the "
+        "advantage (rank correlation {rewarded}); "
     )
     share = began.share if began is not None and begun else 1.0
     if seen.arrival == "arrive" and begun:
@@ -76,8 +75,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
         sentence += "all samples are {oldest} optimizer steps old"
     else:
         sentence += (
-            "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`. A prefix cache that a "
-            "push does not clear would look the same"
+            "the samples are announced as fresh, or their age is unknown: set `trainer.rollout_step`. A prefix cache "
+            "that a push does not clear would look the same"
         )
     most = 0.99 if age > 0 and begun else POSSIBLE
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
@@ -85,8 +84,8 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
 
 def recorded(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether completions come again in later steps, with the same log-probabilities, and are announced as if they were
-    new.
+    Test whether completions come again in later steps, with the same log-probabilities, and are announced as if they
+    were new.
     """
     present = o.lengths > 0
     again = o.used_before > (_iterations(o) - 1)
@@ -98,8 +97,9 @@ def recorded(o: DumpedTokens) -> Evidence | None:
     first, later = (o.core & side[o.row] for side in (~again, again))
     numbers = {"part": part, "first": rms(o.d[first]), "later": rms(o.d[later]), "most": float(o.used_before.max())}
     sentence = (
-        "a share of {part} of the completions came in an earlier step, with the same tokens and values of the sampler, some "
-        "of them {most} times; |d| is {first} when a completion comes first and {later} when it comes again"
+        "a share of {part} of the completions came in an earlier step, with the same tokens and values of the "
+        "sampler, some of them {most} times; |d| is {first} when a completion comes first and {later} when it comes "
+        "again"
     )
     grows = numbers["later"] > GROWTH**0.5 * numbers["first"]
     share = bounded(1 - (numbers["first"] / max(rms(o.d[o.core]), 1e-12)) ** 2)
@@ -120,10 +120,7 @@ def own_updates(o: DumpedTokens) -> Evidence | None:
 
 
 def _visits(o: DumpedTokens) -> bool:
-    """
-    True if ages count the visits of a batch, in bypass mode. Ages of older weights rise to a lag
-    and stay there.
-    """
+    """True if ages count the visits of a batch, in bypass mode. Ages of older weights rise to a lag and stay there."""
     if o.settings is None or not o.settings.bypass_mode:
         return False
     finite = np.isfinite(o.staleness)
@@ -136,9 +133,9 @@ def _visits(o: DumpedTokens) -> bool:
 
 def prefix_cache(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether only completions of prompts from an earlier step show the gap, although all samples
-    are announced as fresh. Then keys and values of old weights are read again. A colocated vLLM
-    that was seen to read its cache after a push is a proof, if the first step shows no gap.
+    Test whether only completions of prompts from an earlier step show the gap, although all samples are announced as
+    fresh. Then keys and values of old weights are read again. A colocated vLLM that was seen to read its cache after a
+    push is a proof, if the first step shows no gap.
     """
     evidence, noted = _of_prompts_seen_before(o), o.about.get("old_prefixes", "")
     if not noted or complete_at_once(o) or as_small_as_rounding(o):
@@ -169,8 +166,8 @@ def _of_prompts_seen_before(o: DumpedTokens) -> Evidence | None:
         "prompts": float(len(np.unique(o.prompt[later & seen]))),
     }
     sentence = (
-        "|d| is {again} in completions of {prompts} prompts that came in an earlier step, and {new} in completions of new "
-        "prompts, although all samples are announced as fresh"
+        "|d| is {again} in completions of {prompts} prompts that came in an earlier step, and {new} in completions of "
+        "new prompts, although all samples are announced as fresh"
     )
     return Evidence(ratio if chance > CHANCE else 0.0, share, numbers, sentence, most=_LIKELY)
 
@@ -184,10 +181,7 @@ def _seen_before(o: DumpedTokens) -> np.ndarray:
 
 
 def lora_merge(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as
-    rounding later.
-    """
+    """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
     if not as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
         return None
     evidence = growing(o, o.step.astype(float), "")
@@ -199,16 +193,15 @@ def lora_merge(o: DumpedTokens) -> Evidence | None:
 
 def old_throughout(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether all samples are old and the gap is too large for rounding, if there are no fresh
-    samples to compare.
+    Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare.
     """
     gap = rms(o.d[o.core])
     ages = o.staleness[o.row]
     if as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o) or complete_at_once(o):
         return None
     sentence = (
-        "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump contains no fresh samples to compare "
-        "with, and low precision would look the same"
+        "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump contains no fresh samples to "
+        "compare with, and low precision would look the same"
     )
     numbers = {"age": float(np.min(ages[ages >= 1], initial=np.inf)), "gap": gap}
     return Evidence(mean(ages >= 1), 1.0, numbers, sentence, most=POSSIBLE)

@@ -18,8 +18,7 @@ _SMALL = 0.03  # root mean square of the log-ratio, in nats, that rounding expla
 
 def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
     """
-    Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of
-    tokens of padding.
+    Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding.
     """
     here = o.core
     squares = o.of_rows(np.square(o.d) * here)  # sequences hardly differ in tokens outside the core
@@ -44,8 +43,7 @@ def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
 
 def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
     """
-    Rank correlation of the values with not being among the lowest sequences, and its standard
-    deviation under chance.
+    Rank correlation of the values with not being among the lowest sequences, and its standard deviation under chance.
     """
     ranks = ranks_of(values)
     n, m = int((~lowest).sum()), int(lowest.sum())
@@ -54,9 +52,7 @@ def _step_up(values: np.ndarray, lowest: np.ndarray) -> tuple[float, float]:
 
 
 def at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
-    """
-    Rank correlation of `x` and `y` within strata, pooled, in standard deviations under chance.
-    """
+    """Rank correlation of `x` and `y` within strata, pooled, in standard deviations under chance."""
     ranks, free = np.zeros((2, len(strata))), -1
     for stratum in np.unique(strata):
         here = strata == stratum
@@ -67,10 +63,7 @@ def at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
 
 
 def step_explains(o: DumpedTokens) -> bool:
-    """
-    True if the gap grows with the step at equal age, but not with the age at equal step. Both rise
-    with a queue.
-    """
+    """True if the gap grows with the step at equal age, but not with the age at equal step. Both rise with a queue."""
     size = o.level_of_rows
     finite = np.isfinite(size)
     size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
@@ -85,10 +78,7 @@ def age_explains(o: DumpedTokens) -> bool:
 
 
 def complete_at_once(o: DumpedTokens) -> bool:
-    """
-    True if the gap is at its full size in the first step of a run, when the sampler holds the
-    trainer's weights.
-    """
+    """True if the gap is at its full size in the first step of a run, when the sampler holds the trainer's weights."""
     fresh = not (o.staleness[o.step == o.step.min()] >= 1).all()  # includes unknown ages
     return fresh and o.step.min() <= 1 and not ((began := onset(o)) and began.statistic > 0)
 
@@ -104,8 +94,8 @@ def first_step(o: DumpedTokens) -> float:
 
 def with_advantage(o: DumpedTokens) -> float:
     """
-    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, which averages 0 over
-    samples of any sampler, however sure it is. Returns 0 where chance explains the correlation.
+    Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, which averages 0 over samples of any
+    sampler, however sure it is. Returns 0 where chance explains the correlation.
     """
     d = o.d * o.core
     excess = o.of_rows(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(d)), 1e-12))
@@ -125,7 +115,5 @@ def keeps_growing(o: DumpedTokens) -> bool:
 
 
 def stands_still(o: DumpedTokens) -> bool:
-    """
-    True if the learning rates in the log are too small for any change of the trainer's weights.
-    """
+    """True if the learning rates in the log are too small for any change of the trainer's weights."""
     return o.movement <= _STILL  # False for NaN

@@ -33,10 +33,10 @@ class DumpedTokens:
     fields of TRL, and `about` are facts about it. `movement` is the sum of the learning rates of the optimizer steps
     between the first sequence and the last. `quiet` says that the log of the run shows no alarm and only small gaps.
     `age` is the age of the run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl`
-    and `age_k3_kl` of each score after a push, and `texts_off` says of the latest one how many completions have all
-    of the gap, and how many were scored. `entropy` is the trainer's by optimizer step, in nats per token.
-    `rates` lists the step and the learning rate of each entry of the log, which covers the steps since the entry
-    before it. There are `N` tokens and `B` sequences; unknown values are NaN or `None`.
+    and `age_k3_kl` of each score after a push, and `texts_off` says of the latest one how many completions have all of
+    the gap, and how many were scored. `entropy` is the trainer's by optimizer step, in nats per token. `rates` lists
+    the step and the learning rate of each entry of the log, which covers the steps since the entry before it. There
+    are `N` tokens and `B` sequences; unknown values are NaN or `None`.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """
-Causes of harm in what a run does with its gap or its weights. They do not cause the gap, so they explain no share of it.
+Causes of harm in what a run does with its gap or its weights. They do not cause the gap, so they explain no share of
+it.
 """
 
 import numpy as np
@@ -15,8 +16,8 @@ _ERRORS = 3.0  # standard errors of the mean weight beyond which chance does not
 
 def whole_completions(o: DumpedTokens) -> Evidence | None:
     """
-    Look for a mean importance weight below 1 in a run with one weight per completion, although one
-    weight per token would average almost 1.
+    Look for a mean importance weight below 1 in a run with one weight per completion, although one weight per token
+    would average almost 1.
     """
     settings = o.settings
     if settings is None or not settings.corrects or not settings.applies_weights or settings.rollout_is != "sequence":
@@ -34,17 +35,15 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
     lost, due_to_length = 1 - weight, of_tokens - weight
     numbers = {"weight": weight, "length": mean(lengths), "tokens": of_tokens, "outside": mean(outside)}
     sentence = (
-        "the mean weight of completions of {length} tokens is {weight}, and with token weights it would be {tokens}; a "
-        "share of {outside} of the completions is outside the bounds"
+        "the mean weight of completions of {length} tokens is {weight}, and with token weights it would be {tokens}; "
+        "a share of {outside} of the completions is outside the bounds"
     )
     certain = lost > _ERRORS * error and due_to_length > lost / 2
     return Evidence(lost, 0.0, numbers, sentence, most=0.99 if certain else POSSIBLE)
 
 
 def frozen_base(o: DumpedTokens) -> Evidence | None:
-    """
-    Look for frozen weights that a push changed, by the fingerprints that the run took of them.
-    """
+    """Look for frozen weights that a push changed, by the fingerprints that the run took of them."""
     changed = o.about.get("frozen_base", "")
     sentence = "fingerprints before and after a push differ"
     return Evidence(1.0, 0.0, {}, sentence, words=f" ({changed})") if changed else None
@@ -54,16 +53,16 @@ OTHER_CAUSES: dict[str, Cause] = {
     "whole_completions": Cause(
         "weights of whole completions, which shrink with length",
         Test(whole_completions, 0.2, 0.3),
-        "Each completion gets one weight, the product of its tokens' ratios, so even a small gap adds up: every step is "
-        "smaller than `learning_rate` says, and long completions count least.",
+        "Each completion gets one weight, the product of its tokens' ratios, so even a small gap adds up: every step "
+        "is smaller than `learning_rate` says, and long completions count least.",
         may_correct=True,
     ),
     "frozen_base": Cause(
         "frozen weights that change with each push",
         Test(frozen_base, 0.4, 0.6),
-        "Merging an adapter into the base and taking it away again leaves rounding behind. Trainer and sampler share it, but "
-        "the saved adapter will be loaded on the unchanged base. Keep the base in float32, and look for other code that "
-        "writes to it.",
+        "Merging an adapter into the base and taking it away again leaves rounding behind. Trainer and sampler share "
+        "it, but the saved adapter will be loaded on the unchanged base. Keep the base in float32, and look for other "
+        "code that writes to it.",
         {"model_init_kwargs": {"dtype": "float32"}},
         "The base is in float32 already, so other code writes to it.",
         may_correct=True,

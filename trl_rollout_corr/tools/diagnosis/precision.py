@@ -1,6 +1,6 @@
 """
-Causes that make trainer and sampler compute different numbers from the same weights, or from other
-weights: padding, dropout, routing, low precision and rounding.
+Causes that make trainer and sampler compute different numbers from the same weights, or from other weights: padding,
+dropout, routing, low precision and rounding.
 """
 
 from collections.abc import Mapping
@@ -12,22 +12,20 @@ from .growth import complete_at_once, first_step, growing
 from .observed import DumpedTokens
 
 
-# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times the
-# value of a pretrained model in bfloat16
+# Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times the value of a pretrained
+# model in bfloat16
 _DROPOUT = 0.075
-# Factor on the correlation of the log-ratios of one token where the gap exceeds rounding, and
-# number of tokens from which it applies
+# Factor on the correlation of the log-ratios of one token where the gap exceeds rounding, and number of tokens from
+# which it applies
 _UNROUNDED, _MANY = 3.0, 1000
-# `k3_kl` up to which 8 bits certainly explain a gap. Tiny models showed 0.001 and 0.009, a
-# pretrained one 0.045
+# `k3_kl` up to which 8 bits certainly explain a gap. Tiny models showed 0.001 and 0.009, a pretrained one 0.045
 _QUANTISED = 0.03
 _GAUSSIAN_TAIL = 3.8  # percentile 99 over median of the size of a Gaussian number
 
 
 def noise_floor(o: DumpedTokens) -> float | None:
     """
-    Mean square of the trainer's difference from itself, over the gap's; `None` if too few tokens
-    were scored twice.
+    Mean square of the trainer's difference from itself, over the gap's; `None` if too few tokens were scored twice.
     """
     again = np.isfinite(o.again) & o.core
     gap = typical(o.d[again])
@@ -37,10 +35,7 @@ def noise_floor(o: DumpedTokens) -> float | None:
 
 
 def padding(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the
-    padding.
-    """
+    """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
     sentence = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
     more = growing(o, o.padding, sentence)
     again = np.isfinite(o.again) & o.core
@@ -51,8 +46,7 @@ def padding(o: DumpedTokens) -> Evidence | None:
     local = bounded(1 - (alone / gap) ** 2)
     sentence = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
     local_evidence = Evidence(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, sentence)
-    # the few sequences that were scored alone may contain little padding; then all sequences show
-    # more
+    # the few sequences that were scored alone may contain little padding; then all sequences show more
     return more if more and local > 0.3 and more.statistic > local_evidence.statistic else local_evidence
 
 
@@ -71,9 +65,7 @@ def dropout(o: DumpedTokens) -> Evidence | None:
 
 
 def tails(o: DumpedTokens) -> tuple[float, float]:
-    """
-    Kurtosis of the log-ratio at equally likely tokens, and percentile 99 over median of its size.
-    """
+    """Kurtosis of the log-ratio at equally likely tokens, and percentile 99 over median of its size."""
     level = o.level[o.core]
     size = np.abs(level)
     square = mean(np.square(level))
@@ -83,10 +75,7 @@ def tails(o: DumpedTokens) -> tuple[float, float]:
 
 
 def routing(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether a few tokens, at any place and of any probability, make up most of the sum of
-    `d^2`.
-    """
+    """Test whether a few tokens, at any place and of any probability, make up most of the sum of `d^2`."""
     if o.about.get("experts") == "none":
         return None
     kurtosis, tail = tails(o)
@@ -95,8 +84,8 @@ def routing(o: DumpedTokens) -> Evidence | None:
     share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
     sentence = (
-        "1 % of the tokens carry a share of {top} of d^2; at tokens of equal probability the kurtosis of d is {kurtosis}, and "
-        "percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
+        "1 % of the tokens carry a share of {top} of d^2; at tokens of equal probability the kurtosis of d is "
+        "{kurtosis}, and percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
     )
     most = 0.99 if o.about.get("experts") == "routed" else POSSIBLE
     return Evidence(kurtosis * tail, bounded(share), numbers, sentence, most=most)
@@ -104,17 +93,14 @@ def routing(o: DumpedTokens) -> Evidence | None:
 
 def _systematic(o: DumpedTokens, sentence: str) -> Evidence:
     same, gap = by_token(o), rms(o.d[o.core])
-    # 0.1 is a large correlation in a pretrained model, because its contexts differ, unless rounding
-    # is a part of the gap
+    # 0.1 is a large correlation in a pretrained model, because its contexts differ, unless rounding is a part of the
+    # gap
     statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
     return Evidence(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, sentence)
 
 
 def _looks_like_weights(o: DumpedTokens) -> bool:
-    """
-    True if the gap must look like different weights anyway, with old samples or known low
-    precision.
-    """
+    """True if the gap must look like different weights anyway, with old samples or known low precision."""
     ages = o.staleness[np.isfinite(o.staleness)]
     known = caches_in_low_precision(o.about) or o.quantised
     return known or bool(ages.size and ages.min() > 0)
@@ -124,8 +110,8 @@ def weights(o: DumpedTokens) -> Evidence | None:
     if _looks_like_weights(o):
         return None
     sentence = (
-        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the first "
-        "step of the dump and {gap} over all steps"
+        "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the "
+        "first step of the dump and {gap} over all steps"
     )
     if o.step.min() > 1:
         sentence += " (an older policy looks the same, unless the dump begins at step 1)"
@@ -137,16 +123,15 @@ def weights(o: DumpedTokens) -> Evidence | None:
 
 def noisy_weights(o: DumpedTokens) -> Evidence | None:
     """
-    Test whether the gap is noise like rounding, but too large for it and not from the trainer, as
-    with 8-bit weights.
+    Test whether the gap is noise like rounding, but too large for it and not from the trainer, as with 8-bit weights.
     """
     floor, gap = noise_floor(o), rms(o.d[o.core])
     if floor is None or floor > 0.5 or gap <= LARGE or o.core.sum() < _MANY or _looks_like_weights(o):
         return None
     slope, (_, tail) = spearman(o.middle[o.core], np.abs(o.d[o.core])), tails(o)
     sentence = (
-        "|d| is {gap}, which is too large for rounding; its tails look like noise (percentile 99 is {tail} times the median; "
-        "3.8 for a Gaussian), and is larger at unlikely tokens (rank correlation {slope})"
+        "|d| is {gap}, which is too large for rounding; its tails look like noise (percentile 99 is {tail} times the "
+        "median; 3.8 for a Gaussian), and is larger at unlikely tokens (rank correlation {slope})"
     )
     numbers = {"gap": gap, "tail": tail, "slope": slope}
     return Evidence(_GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, numbers, sentence, most=POSSIBLE)
@@ -164,10 +149,7 @@ def kv_cache(o: DumpedTokens) -> Evidence | None:
 
 
 def quantised(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether the gap is at its full size in the first step, for an engine that reports quantised
-    weights.
-    """
+    """Test whether the gap is at its full size in the first step, for an engine that reports quantised weights."""
     if not o.quantised:
         return None
     sentence = (
@@ -184,10 +166,7 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
 
 
 def head(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether the gap is as small as rounding but, unlike rounding in the layers, reproduced by
-    the trainer.
-    """
+    """Test whether the gap is as small as rounding but, unlike rounding in the layers, reproduced by the trainer."""
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
     if floor is None or gap > LARGE or o.coarser:
@@ -197,16 +176,13 @@ def head(o: DumpedTokens) -> Evidence | None:
 
 
 def rounding(o: DumpedTokens) -> Evidence | None:
-    """
-    Test whether the gap is small noise: unrelated to the token, and larger where tokens are
-    unlikely.
-    """
+    """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
     here, same = o.core, by_token(o)
     gap = rms(o.d[here])
     slope = spearman(o.middle[here], np.abs(o.d[here]))
     sentence = (
-        "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token correlate "
-        "with {alike}"
+        "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token "
+        "correlate with {alike}"
     )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
     most = POSSIBLE if noise_floor(o) is None else 0.99  # without a second look, the head may be the cause

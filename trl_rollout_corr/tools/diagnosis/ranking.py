@@ -152,10 +152,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
-    """
-    Find the causes, except the absent ones in `without`. Raises a `ValueError` of one line for too
-    few tokens.
-    """
+    """Find the causes, except the absent ones in `without`. Raises a `ValueError` of one line for too few tokens."""
     if len(o) < LEAST and not len(o.broken.row):
         raise ValueError(
             f"{len(o)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"

@@ -1,6 +1,6 @@
 """
-Whether pushed weights arrive. The scores after pushes, `fresh_k3_kl` and `age_k3_kl`, observe it and are asked first. A dump
-without them is judged by the course of its gap, and that inference is only *possible*.
+Whether pushed weights arrive. The scores after pushes, `fresh_k3_kl` and `age_k3_kl`, observe it and are asked first.
+A dump without them is judged by the course of its gap, and that inference is only *possible*.
 """
 
 from typing import Literal, NamedTuple
@@ -14,26 +14,26 @@ from .observed import DumpedTokens
 
 
 NONE, HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it
-# Of scores after pushes: a `fresh_k3_kl` that counts, times that of the first pushes; what is rounding, in nats per token;
-# and the largest move of a sampler that stands still, over that gap and over the noise of the kernels
+# Of scores after pushes: a `fresh_k3_kl` that counts, times that of the first pushes; what is rounding, in nats per
+# token; and the largest move of a sampler that stands still, over that gap and over the noise of the kernels
 _FURTHER, _SAME, _UNMOVED, _NOISE = 10.0, 1e-5, 0.05, 3.0
 _LIKELY = 0.85  # certainty that no weights arrive, where the move of one step is below the noise of the kernels
 _FASTER = 1.5  # growth of `fresh_k3_kl` over `age_k3_kl` from one score to the next
 _MOVED = 5.0  # standard deviations under chance, because completions of a prompt are alike
 _NEAR = 0.25  # share of a gap that eight completions show, where all of them show it
 _SCORES = (
-    "right after the push of step {at}, trainer and sampler are {fresh} apart (`fresh_k3_kl`), and the sampler has moved by "
-    "{age} since it drew the tokens (`age_k3_kl`)"
+    "right after the push of step {at}, trainer and sampler are {fresh} apart (`fresh_k3_kl`), and the sampler has "
+    "moved by {age} since it drew the tokens (`age_k3_kl`)"
 )
 
 
-# What the scores show -----------------------------------------------------------------------------------------------------
+# What the scores show ------------------------------------------------------------------------------------------------
 
 
 class ScoredPushes(NamedTuple):
     """
-    What the scores after pushes show of the weights: whether they `arrive`, are `lost`, arrive in `part`, or arrive where all
-    but `some` completions were scored.
+    What the scores after pushes show of the weights: whether they `arrive`, are `lost`, arrive in `part`, or arrive
+    where all but `some` completions were scored.
     """
 
     arrival: Literal["arrive", "lost", "part", "some", "unknown"]
@@ -88,8 +88,8 @@ def k3_of_rows(o: DumpedTokens, rows: np.ndarray) -> float:
 
 def with_equal_weights(o: DumpedTokens) -> float:
     """
-    Share of the gap (`k3_kl`) that existed after the first push of the run, before any update; NaN
-    if no completions were scored again then.
+    Share of the gap (`k3_kl`) that existed after the first push of the run, before any update; NaN if no completions
+    were scored again then.
     """
     first = next(iter(o.scored_again), None)
     return (first[1] + np.nan_to_num(first[2])) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
@@ -108,9 +108,9 @@ def beside_equal_weights(
     o: DumpedTokens, large: np.ndarray, step: int, *, paced: bool
 ) -> Literal["yes", "no", "unknown"]:
     """
-    Whether a gap that is large on one side of an optimizer step, in the sequences `large` (`(B,)`), exists there with equal
-    weights as well: then neither the age of the samples nor the learning rate is its reason. If the learning rate changes
-    there (`paced`), a sampler that lags would show the same, but it would have moved as well.
+    Whether a gap that is large on one side of an optimizer step, in the sequences `large` (`(B,)`), exists there with
+    equal weights as well: then neither the age of the samples nor the learning rate is its reason. If the learning
+    rate changes there (`paced`), a sampler that lags would show the same, but it would have moved as well.
     """
     size, after = k3_of_rows(o, large), bool(large[o.step >= step].any())
     here = [(fresh, age) for at, fresh, age in o.scored_again if (at >= step) == after]
@@ -124,7 +124,7 @@ def beside_equal_weights(
     return "yes" if there and all_of_it and by_itself else "unknown"
 
 
-# Weights that do not arrive -----------------------------------------------------------------------------------------------
+# Weights that do not arrive ------------------------------------------------------------------------------------------
 
 
 def never_pushed(o: DumpedTokens) -> Evidence | None:
@@ -154,8 +154,8 @@ def _apart(o: DumpedTokens) -> Evidence | None:
 
 def _would_show_a_step(o: DumpedTokens, seen: ScoredPushes) -> bool:
     """
-    True if `age_k3_kl` would show a sampler that takes a part of each update. The gap of `n` updates is up to `n^2` times as
-    large as the one of a single update.
+    True if `age_k3_kl` would show a sampler that takes a part of each update. The gap of `n` updates is up to `n^2`
+    times as large as the one of a single update.
     """
     return seen.age < seen.fresh / max(seen.step - o.scored_again[0][0], 1) ** 2
 
@@ -166,16 +166,16 @@ def pushed_in_part(o: DumpedTokens) -> Evidence | None:
     if seen.arrival != "part" or not falls_behind(o) or stands_still(o):
         return None
     sentence = (
-        f"{seen.sentence}; the gap keeps growing. Kernels that differ more for this policy than for the first, or samples "
-        "that are older than announced, would look the same for a while"
+        f"{seen.sentence}; the gap keeps growing. Kernels that differ more for this policy than for the first, or "
+        "samples that are older than announced, would look the same for a while"
     )
     return Evidence(1.0, 1.0, seen.numbers, sentence, most=POSSIBLE)
 
 
 def drifts_apart(o: DumpedTokens) -> Evidence | None:
     """
-    Infer from the course of the gap that weights do not arrive: it grows with the step in the freshest samples, and the
-    sampler's own log-probabilities stay as they are.
+    Infer from the course of the gap that weights do not arrive: it grows with the step in the freshest samples, and
+    the sampler's own log-probabilities stay as they are.
     """
     if (
         as_small_as_rounding(o)
@@ -185,9 +185,10 @@ def drifts_apart(o: DumpedTokens) -> Evidence | None:
     ):
         return None
     sentence = (
-        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age, while the "
-        "sampler's own log-probabilities stay as they are. Noise that grows, updates that the sampler rounds away, or an "
-        "adapter that counts twice would look the same; `fresh_k3_kl` and `age_k3_kl` would tell, but this log lacks them"
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), whatever the age, "
+        "while the sampler's own log-probabilities stay as they are. Noise that grows, updates that the sampler "
+        "rounds away, or an adapter that counts twice would look the same; `fresh_k3_kl` and `age_k3_kl` would tell, "
+        "but this log lacks them"
     )
     freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
     # the freshest samples only, so that age cannot be the cause, unless it was found to be none
@@ -207,8 +208,8 @@ def standing_still(o: DumpedTokens) -> Evidence | None:
     if not stands_still(o):
         return None
     sentence = (
-        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning rates of "
-        "these steps add up to {movement}, so that the trainer's weights stand still"
+        "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning "
+        "rates of these steps add up to {movement}, so that the trainer's weights stand still"
     )
     evidence = growing(o, o.step.astype(float), sentence)
     return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})

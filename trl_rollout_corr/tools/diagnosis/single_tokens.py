@@ -39,8 +39,8 @@ _GROWS = 0.3  # a gap grows from this rank correlation with the step on
 
 def _at(o: DumpedTokens, here: np.ndarray, sentence: str, rest: np.ndarray | None = None) -> Evidence | None:
     """
-    Compare tokens of one kind with equally likely tokens inside, or of the `rest`, because unlikely tokens show a larger
-    log-ratio anyway. A cause shows at many tokens of its kind, not at a few.
+    Compare tokens of one kind with equally likely tokens inside, or of the `rest`, because unlikely tokens show a
+    larger log-ratio anyway. A cause shows at many tokens of its kind, not at a few.
     """
     rest = o.core & ~here if rest is None else rest
     if here.sum() < 4 or rest.sum() < 20:

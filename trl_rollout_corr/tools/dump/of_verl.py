@@ -1,6 +1,6 @@
 """
-Batches that a run of verl has saved, as a dump: `python -m trl_rollout_corr.tools.dump.of_verl
-verl_batches dump`. `trl-rollout-corr docs verl#dumps-of-verl` says how to save them.
+Batches that a run of verl has saved, as a dump: `python -m trl_rollout_corr.tools.dump.of_verl verl_batches dump`.
+`trl-rollout-corr docs verl#dumps-of-verl` says how to save them.
 """
 
 import sys
@@ -19,8 +19,8 @@ def tensors_of(verl: Mapping[str, torch.Tensor]) -> Tensors:
 
     Args:
         verl (`Mapping[str, torch.Tensor]`):
-            `batch.batch` after `compute_advantage`: prompts of shape `(B, P)`, responses and
-            numbers of their tokens of shape `(B, T)`, and the attention mask of both.
+            `batch.batch` after `compute_advantage`: prompts of shape `(B, P)`, responses and numbers of their tokens
+            of shape `(B, T)`, and the attention mask of both.
 
     Returns:
         `Mapping[str, torch.Tensor | None]`: tensors of shape `(B, ...)`.

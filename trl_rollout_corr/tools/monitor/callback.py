@@ -29,16 +29,14 @@ class RolloutCorrectionMonitor(Watcher):
     r"""
     Examines the metrics of rollout correction of every optimizer step, and reports unhealthy ones.
 
-    The metrics of a step are examined when the next step ends, or earlier if they are logged. So
-    alarms do not depend on `logging_steps`. `trl-rollout-corr docs alarms` lists the rules. Each
-    alarm is a message of the logger `trl_rollout_corr`: a line with the step, the observation and
-    the bound; the first time also the reason and the advice. It is repeated after 10, 20, 40 and so
-    on optimizer steps while it lasts. W&B and trackio receive it as an alert, if the run reports
-    there. The number of bounds that raised an alarm since the last log is logged as
+    The metrics of a step are examined when the next step ends, or earlier if they are logged. So alarms do not depend
+    on `logging_steps`. `trl-rollout-corr docs alarms` lists the rules. Each alarm is a message of the logger
+    `trl_rollout_corr`: a line with the step, the observation and the bound; the first time also the reason and the
+    advice. It is repeated after 10, 20, 40 and so on optimizer steps while it lasts. W&B and trackio receive it as an
+    alert, if the run reports there. The number of bounds that raised an alarm since the last log is logged as
     `rollout_corr/monitor/alarms`.
 
-    The trainers add a monitor by themselves, as `rollout_monitor` says. A monitor that you pass to
-    them replaces it.
+    The trainers add a monitor by themselves, as `rollout_monitor` says. A monitor that you pass to them replaces it.
 
     Args:
         bounds (`dict[str, float or None]`, *optional*):
@@ -163,8 +161,8 @@ class RolloutCorrectionMonitor(Watcher):
             if failed and not self._told_failed:
                 self._told_failed = True
                 notify(
-                    f"This alarm, and perhaps later ones, did not become an alert of {' and '.join(failed)}. Every alarm is "
-                    "among the messages of the run all the same."
+                    f"This alarm, and perhaps later ones, did not become an alert of {' and '.join(failed)}. Every "
+                    "alarm is among the messages of the run all the same."
                 )
 
     def _lately(self) -> list[str]:
@@ -179,9 +177,7 @@ def _with_details(head: str, details: list[str]) -> str:
 
 
 def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> None:
-    """
-    Add a number to the log entry that other callbacks get, and to the copy that the trainer keeps.
-    """
+    """Add a number to the log entry that other callbacks get, and to the copy that the trainer keeps."""
     logs[key] = value
     if state.log_history:
         state.log_history[-1][key] = value
@@ -189,8 +185,8 @@ def _add(key: str, value: int, logs: dict[str, float], state: TrainerState) -> N
 
 def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: bool) -> list[str]:
     """
-    Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a
-    warning. Returns the trackers that did not take it, each with its error.
+    Send an alert to the trackers of the run among W&B and trackio, as an error (`critical`) or a warning. Returns the
+    trackers that did not take it, each with its error.
     """
     failed = []
     for callback in handler.callbacks:
@@ -211,8 +207,8 @@ def report_alert(handler: CallbackHandler, title: str, text: str, *, critical: b
 
 def keep_one_monitor(handler: CallbackHandler) -> RolloutCorrectionMonitor | None:
     """
-    Keep the user's last monitor, or else the configuration's, first, so that reporters see its
-    alarms. Returns it, or `None`.
+    Keep the user's last monitor, or else the configuration's, first, so that reporters see its alarms. Returns it, or
+    `None`.
     """
     monitors = [x for x in handler.callbacks if isinstance(x, RolloutCorrectionMonitor)]
     brought = [x for x in monitors if not x.of_configuration]

@@ -7,10 +7,7 @@ from .windows import Window
 
 
 def without_tokens(window: Window) -> float | None:
-    """
-    1 if no token was left in the loss, which makes its statistics NaN (perhaps null in JSON); else
-    0.
-    """
+    """1 if no token was left in the loss, which makes its statistics NaN (perhaps null in JSON); else 0."""
     share = window.metrics.get(f"{PREFIX}nonfinite_fraction", 0.0)
     return float(share is None or (isinstance(share, float) and math.isnan(share)))
 
@@ -25,9 +22,9 @@ def vetoes(window: Window) -> bool:
 
 def lasting_gap(window: Window) -> float | None:
     """
-    Growth of `kl` since the start, once the sampler is at its full staleness. Most of `kl` comes
-    from tokens that became unlikely for the trainer; weights bound the others. If `k3_kl` is much
-    smaller than `kl`, the mean ratio is not 1, which is another problem.
+    Growth of `kl` since the start, once the sampler is at its full staleness. Most of `kl` comes from tokens that
+    became unlikely for the trainer; weights bound the others. If `k3_kl` is much smaller than `kl`, the mean ratio is
+    not 1, which is another problem.
     """
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None or not window.course.settled:
@@ -45,17 +42,13 @@ def unlearns(window: Window) -> bool:
 
 
 def gap_of_rewarded(window: Window) -> float | None:
-    """
-    `kl` where the advantage is positive, minus the gap at the start, which training did not cause.
-    """
+    """`kl` where the advantage is positive, minus the gap at the start, which training did not cause."""
     gap = window.get("kl_advantage_positive")
     return None if gap is None else window.course.unlearnt(gap)
 
 
 def fresh_growth(window: Window) -> float | None:
-    """
-    `fresh_k3_kl` relative to its smallest value after the first pushes; `None` without rescoring.
-    """
+    """`fresh_k3_kl` relative to its smallest value after the first pushes; `None` without rescoring."""
     fresh = window.get("fresh_k3_kl")
     return None if fresh is None else window.course.fresh_growth(fresh)
 
@@ -65,19 +58,14 @@ GROWN = 20.0  # times `fresh_k3_kl` after the first pushes; healthy runs of ours
 
 
 def stands_still_or_far_apart(window: Window) -> bool:
-    """
-    True if `fresh_k3_kl` exceeds the sampler's own move, or grew more than in any healthy run.
-    """
+    """True if `fresh_k3_kl` exceeds the sampler's own move, or grew more than in any healthy run."""
     fresh, age, growth = window.get("fresh_k3_kl"), window.get("age_k3_kl"), fresh_growth(window)
     still = fresh is not None and age is not None and age < fresh
     return still or (growth is not None and growth > GROWN)
 
 
 def bias(window: Window) -> float | None:
-    """
-    Distance of the unbounded mean ratio, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains
-    it.
-    """
+    """Distance of the unbounded mean ratio, `1 + k3_kl - kl`, from 1; 0 where noise in `kl` explains it."""
     kl, k3 = window.get("kl"), window.get("k3_kl")
     if kl is None or k3 is None:
         return None
@@ -101,7 +89,9 @@ def cut_since_the_start(window: Window) -> float | None:
 
 
 def gap_of_fresh_weights(window: Window) -> float | None:
-    """Smaller one of `k3_kl` now and its median of early steps, if all weights so far were fresh; `None` if unknown."""
+    """
+    Smaller one of `k3_kl` now and its median of early steps, if all weights so far were fresh; `None` if unknown.
+    """
     now, early = window.get("k3_kl"), window.course.gap_of_early_steps
     return None if now is None or early is None else min(now, early)
 
@@ -116,8 +106,8 @@ _SHARP = 0.02  # nats per token: a smaller entropy is no measure of a difference
 
 def draws(window: Window) -> float | None:
     """
-    How much `surprise` differs from the entropy for good, as a share of it; 0 where noise explains it. `None` if the entropy
-    is unknown, or beside a gap that makes them differ.
+    How much `surprise` differs from the entropy for good, as a share of it; 0 where noise explains it. `None` if the
+    entropy is unknown, or beside a gap that makes them differ.
     """
     entropy, gap = window.of_trl("entropy"), window.get("k3_kl")
     if window.beyond_entropy is None or entropy is None or gap is None or gap > _CLOSE:
@@ -127,9 +117,8 @@ def draws(window: Window) -> float | None:
 
 def without_advantages(window: Window) -> float | None:
     """
-    1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave
-    advantages of equal rewards slightly off 0, so TRL's share of groups without a spread counts as
-    well. `None` if neither is known.
+    1 if all advantages were 0, so that the rewards give no gradient; else 0. Rounding can leave advantages of equal
+    rewards slightly off 0, so TRL's share of groups without a spread counts as well. `None` if neither is known.
     """
     shares = window.get("zero_advantage_fraction"), window.metrics.get("frac_reward_zero_std")
     known = [share for share in shares if share is not None]

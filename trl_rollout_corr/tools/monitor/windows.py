@@ -20,17 +20,15 @@ _GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative", "surpr
 
 
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
-    """
-    Number of windows of `spacing` optimizer steps that cover `steps`, between 2 and `at_most`.
-    """
+    """Number of windows of `spacing` optimizer steps that cover `steps`, between 2 and `at_most`."""
     return min(at_most, max(2, math.ceil(steps / spacing)))
 
 
 class Course:
     """
-    The history of a run: its beginning, and the `spacing` of the latest window in
-    optimizer steps. It is `settled` if the sampler was at its full staleness when the latest window
-    began: no completion in it is older than earlier ones, and as many steps as their age went by.
+    The history of a run: its beginning, and the `spacing` of the latest window in optimizer steps. It is `settled` if
+    the sampler was at its full staleness when the latest window began: no completion in it is older than earlier ones,
+    and as many steps as their age went by.
     """
 
     BEGINNING = 3  # windows, or optimizer steps
@@ -55,10 +53,7 @@ class Course:
         self.go_on(0)
 
     def go_on(self, step: int) -> None:
-        """
-        Forget the latest windows, because the next ones begin at this optimizer step. The beginning
-        is kept.
-        """
+        """Forget the latest windows, because the next ones begin at this optimizer step. The beginning is kept."""
         self._step = step
         self._rewarded = deque[float](maxlen=self.LATEST)
         self._excess = deque[float](maxlen=self.LASTING)
@@ -101,10 +96,7 @@ class Course:
 
     @property
     def gap_at_start(self) -> float:
-        """
-        The smallest `kl` of the first windows: the difference of the engines, before any weights
-        are stale.
-        """
+        """The smallest `kl` of the first windows: the difference of the engines, before any weights are stale."""
         return max(min((kl for _, kl, _ in self._first), default=0.0), 0.0)
 
     @property
@@ -114,9 +106,7 @@ class Course:
 
     @property
     def off_at_start(self) -> bool:
-        """
-        True if the gap was already large in the first optimizer steps, when no sampler is stale.
-        """
+        """True if the gap was already large in the first optimizer steps, when no sampler is stale."""
         first = [k3 for step, _, k3 in self._first if step <= self.BEGINNING]
         return bool(first) and min(first) > self.OFF
 
@@ -128,8 +118,8 @@ class Course:
     @property
     def gap_of_early_steps(self) -> float | None:
         """
-        The median `k3_kl` of the steps `EARLY`, once they are over; `None` unless all weights so far were fresh. If their
-        age is unknown, a gap that was half as large in the first steps is none of age.
+        The median `k3_kl` of the steps `EARLY`, once they are over; `None` unless all weights so far were fresh. If
+        their age is unknown, a gap that was half as large in the first steps is none of age.
         """
         if self._oldest >= 1.0 or self._step < self.EARLY[-1] or len(self._early) < 2:
             return None
@@ -161,23 +151,21 @@ class Course:
 
     def fresh_growth(self, fresh: float) -> float:
         """
-        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. The first
-        pushes may be lost as well, so a value above rounding does not count as usual.
+        `fresh_k3_kl` of a window, divided by its smallest value after the first pushes. The first pushes may be lost
+        as well, so a value above rounding does not count as usual.
         """
         return fresh / max(min(*self._scored_again, fresh, self.OFF), self.SAME)
 
     def unlearnt(self, gap: float) -> float:
         """
-        Growth of `kl` since the start; 0 if it is at most half of the start. Training did not cause
-        a gap that was there from the start, and a larger one varies more between windows.
+        Growth of `kl` since the start; 0 if it is at most half of the start. Training did not cause a gap that was
+        there from the start, and a larger one varies more between windows.
         """
         more = gap - self.gap_at_start
         return more if more > self.gap_at_start / 2 else 0.0
 
     def rewarded_above(self, bound: float) -> bool | None:
-        """
-        True if rewarded tokens lost probability in most of the latest windows; `None` if unknown.
-        """
+        """True if rewarded tokens lost probability in most of the latest windows; `None` if unknown."""
         number = windows_of(self.RECENT_STEPS, self.spacing, at_most=self.RECENT)
         latest = [*self._rewarded][-number:]
         return 2 * sum(self.unlearnt(gap) > bound for gap in latest) > number if latest else None
@@ -193,9 +181,7 @@ class Course:
 
     @property
     def lasting_excess(self) -> float:
-        """
-        Size of the mean of `k3_kl - kl` if it began in the first steps and is not chance, else 0.
-        """
+        """Size of the mean of `k3_kl - kl` if it began in the first steps and is not chance, else 0."""
         if not self.off_at_start or len(self._excess) < self.LASTING:
             return 0.0
         mean, error = statistics.fmean(self._excess), statistics.stdev(self._excess) / math.sqrt(self.LASTING)
@@ -205,10 +191,9 @@ class Course:
     @property
     def too_likely(self) -> bool:
         """
-        True if the mean ratio of the latest windows is too far above 1 for chance. Ratios to the
-        policy that sampled are not negative, and their mean is 1. So the product of the means of
-        several windows exceeds a number `x` with a probability of at most `1 / x` (Markov's
-        inequality), whatever the policies are.
+        True if the mean ratio of the latest windows is too far above 1 for chance. Ratios to the policy that sampled
+        are not negative, and their mean is 1. So the product of the means of several windows exceeds a number `x` with
+        a probability of at most `1 / x` (Markov's inequality), whatever the policies are.
         """
         ratios = (max(1.0 + excess, 1e-9) for excess in self._excess)
         return sum(map(math.log, ratios)) > -math.log(self.CHANCE)
@@ -217,9 +202,8 @@ class Course:
 @dataclass
 class Window:
     """
-    A logging window: the log entry, with prefixed keys, and the settings of the run, `None` if
-    unknown. `reuses` says that the run trains several times on a batch (`num_iterations`). `fields`
-    are the known fields of TRL.
+    A logging window: the log entry, with prefixed keys, and the settings of the run, `None` if unknown. `reuses` says
+    that the run trains several times on a batch (`num_iterations`). `fields` are the known fields of TRL.
     """
 
     metrics: Mapping[str, Any]
@@ -229,9 +213,7 @@ class Window:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> float | None:
-        """
-        A metric of rollout correction; `None` if missing, NaN, or mixed with updates on the batch.
-        """
+        """A metric of rollout correction; `None` if missing, NaN, or mixed with updates on the batch."""
         if key in _GAPS and not self.fresh:
             return None
         value = self.metrics.get(PREFIX + key)
@@ -278,10 +260,7 @@ class Window:
 
     @property
     def rounds_more(self) -> str:
-        """
-        What the engine rounds: `"cache"` or `"weights"` to 8 bits, weights to `"few bits"`, or
-        `""`.
-        """
+        """What the engine rounds: `"cache"` or `"weights"` to 8 bits, weights to `"few bits"`, or `""`."""
         engine = (self.settings.rollout_engine_kwargs if self.settings else None) or {}
         if engine.get("quantization"):
             return "weights" if samples_with_8_bits(self.settings) else "few bits"
@@ -302,8 +281,8 @@ class Window:
     @property
     def beyond_entropy(self) -> float | None:
         """
-        `surprise` minus the entropy that TRL logs, in nats per token; `None` if one is unknown, or with `rollout_support`,
-        where the probabilities are of the kept tokens.
+        `surprise` minus the entropy that TRL logs, in nats per token; `None` if one is unknown, or with
+        `rollout_support`, where the probabilities are of the kept tokens.
         """
         surprise, entropy = self.get("surprise"), self.of_trl("entropy")
         replays = self.settings is not None and self.settings.rollout_support is not None
@@ -332,9 +311,7 @@ class Window:
 
     @property
     def weights_act(self) -> bool:
-        """
-        True if importance weights multiply the gradient, or would without `rollout_metrics_only`.
-        """
+        """True if importance weights multiply the gradient, or would without `rollout_metrics_only`."""
         clips = self.settings is not None and self.settings.clips_around_sampler
         return not clips and self.get("rollout_is_mean") is not None
 

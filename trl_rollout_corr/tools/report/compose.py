@@ -1,6 +1,4 @@
-"""
-Composition of a page from the facts about one or two runs: sections, cards, tables and charts.
-"""
+"""Composition of a page from the facts about one or two runs: sections, cards, tables and charts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -106,9 +104,7 @@ def _differences(runs: Sequence[Facts]) -> Section | None:
 
 
 def _own(run: Run) -> dict[str, Any]:
-    """
-    The preset of a run with a dump, and the fields that differ from it; with `trl`, TRL's fields.
-    """
+    """The preset of a run with a dump, and the fields that differ from it; with `trl`, TRL's fields."""
     assert run.settings
     assert run.dump
     fields = dataclasses.asdict(run.settings)
@@ -167,17 +163,17 @@ def _tokens(sequences: Sequences, lost: Lost, settings: Settings | None) -> list
     if not lost.drawn:
         drawn = "completions, none of which was drawn at random, so that they do not represent the batch"
     explained = (
-        f"The tables count {lost.completions:,} {drawn}. Each row is about one token of the vocabulary, and shows the last "
-        "place where it was counted. `Share of all` is its share of all tokens with this sign of the advantage. The "
-        "probabilities are means over the counted places."
+        f"The tables count {lost.completions:,} {drawn}. Each row is about one token of the vocabulary, and shows the "
+        "last place where it was counted. `Share of all` is its share of all tokens with this sign of the advantage. "
+        "The probabilities are means over the counted places."
     )
     text = f"{explained} {lost.text}".strip() if lost.tables else lost.text
     of_single = (
-        "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its probabilities, "
-        "its factor on the policy gradient, and which rule rejected it; the Tab key goes from one changed token to the next. "
-        "A factor from 0.95 to 1.05 counts as full. The completions that lost the most gradient come first: "
-        "what the factor of each token lacks to 1 is added up and multiplied by |advantage|. "
-        "A long completion is shortened to the places where most was changed."
+        "Each token is marked with what the correction did to it. Point at a token, or tap it, to see its "
+        "probabilities, its factor on the policy gradient, and which rule rejected it; the Tab key goes from one "
+        "changed token to the next. A factor from 0.95 to 1.05 counts as full. The completions that lost the most "
+        "gradient come first: what the factor of each token lacks to 1 is added up and multiplied by |advantage|. A "
+        "long completion is shortened to the places where most was changed."
     )
     chosen = choose_completions(sequences, settings)
     return [

@@ -61,10 +61,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
 
 
 def state_of(facts: Facts) -> tuple[str, str, str]:
-    """
-    Level (`"critical"`, `"warning"`, `"healthy"`, or `"unknown"` without metrics), state and
-    reason.
-    """
+    """Level (`"critical"`, `"warning"`, `"healthy"`, or `"unknown"` without metrics), state and reason."""
     if facts.run.log.empty:
         return "unknown", "No metrics", "There are no metrics to look at."
     fall = reward_fall(facts.run.log)

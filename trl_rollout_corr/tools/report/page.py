@@ -60,8 +60,8 @@ class Section(NamedTuple):
 
 class Banner(NamedTuple):
     """
-    The state of a run in a word and in a sentence, its main numbers, facts (labels and values),
-    damaged parts, and a sentence about texts that cause most rejections.
+    The state of a run in a word and in a sentence, its main numbers, facts (labels and values), damaged parts, and a
+    sentence about texts that cause most rejections.
     """
 
     title: str
