@@ -53,25 +53,41 @@ quickstart: $(STAMP)
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 	    examples/quickstart.py $(ARGS)
 
-# The sample of the documents: the quickstart without correction and with `auto`, what `report` makes of the two, and what the
-# tutorial quotes, which also is about a run with fresh weights
+# The sample of the documents: long answers with TRL's default and with `auto`; the quickstart with fresh weights, without
+# correction and with `auto`; what `report` makes of the last two, and what the tutorial quotes
 SAMPLE := outputs/sample
 FRESH := outputs/fresh
+LONG := outputs/long
 TUTORIAL := benchmarks/tutorial
 SAMPLE_CORRECTION := --rollout_correction auto
-SAMPLE_RUN = $(MAKE) --silent --no-print-directory quickstart ARGS="--output_dir $(1) --rollout_dump_dir $(1)/$(2) --rollout_dump_steps 5 $(4)" \
-    > $(SAMPLE)/$(3).txt 2>&1; code=$$?; cat $(SAMPLE)/$(3).txt; exit $$code
-sample: $(STAMP)
-	rm -rf $(SAMPLE) $(FRESH) $(TUTORIAL)/uncorrected $(TUTORIAL)/fresh
-	mkdir -p $(SAMPLE) $(TUTORIAL)/fresh docs/sample docs/images
-	$(call SAMPLE_RUN,$(FRESH),dump,fresh,--rollout_correction trl --lag 0)
-	$(call SAMPLE_RUN,$(SAMPLE),uncorrected,uncorrected,--rollout_correction disabled)
-	$(call SAMPLE_RUN,$(SAMPLE),corrected,corrected,$(SAMPLE_CORRECTION))
+SAMPLE_RUN = $(MAKE) --silent --no-print-directory quickstart ARGS="--output_dir $(1) --rollout_dump_dir $(1)/$(2) --rollout_dump_steps 5 $(3)" \
+    > $(SAMPLE)/$(2).txt 2>&1; code=$$?; cat $(SAMPLE)/$(2).txt; exit $$code
+.PHONY: sample-long sample-fresh sample-stale
+sample: sample-long sample-fresh sample-stale
+
+sample-long: $(STAMP)
+	rm -rf $(LONG)
+	mkdir -p $(LONG)
+	$(BIN)/python benchmarks/long_answers.py --arms trl auto --seeds 0 --folder $(LONG) > $(LONG)/long.txt
+	cp $(LONG)/long.txt $(TUTORIAL)
+	$(BIN)/python benchmarks/long_picture.py
+
+sample-fresh: $(STAMP)
+	rm -rf $(FRESH) $(TUTORIAL)/fresh
+	mkdir -p $(SAMPLE) $(TUTORIAL)/fresh
+	$(call SAMPLE_RUN,$(FRESH),fresh,--rollout_correction trl --lag 0)
+	cp $(SAMPLE)/fresh.txt $(TUTORIAL)
+	cp $(FRESH)/fresh/logs.jsonl $(FRESH)/fresh/step-00000120-*.parquet $(TUTORIAL)/fresh
+
+sample-stale: $(STAMP)
+	rm -rf $(SAMPLE) $(TUTORIAL)/uncorrected
+	mkdir -p $(SAMPLE) docs/sample docs/images
+	$(call SAMPLE_RUN,$(SAMPLE),uncorrected,--rollout_correction disabled)
+	$(call SAMPLE_RUN,$(SAMPLE),corrected,$(SAMPLE_CORRECTION))
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/sample/report.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/sample/two_runs.html
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected $(SAMPLE)/corrected -o docs/images/report.png
 	cp -r $(SAMPLE)/*.txt $(SAMPLE)/uncorrected $(TUTORIAL)
-	cp $(FRESH)/dump/logs.jsonl $(FRESH)/dump/step-00000120-*.parquet $(TUTORIAL)/fresh
 	rm $(TUTORIAL)/uncorrected/quickstart.json $(TUTORIAL)/uncorrected/run.json  # which name this machine
 	$(BIN)/trl-rollout-corr report $(SAMPLE)/uncorrected -o docs/images/uncorrected.png
 	cp $(SAMPLE)/quickstart.png docs/images/cure.png

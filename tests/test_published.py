@@ -15,6 +15,7 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -69,6 +70,48 @@ def test_tables_about_long_completions_are_those_of_the_results(name):
     with benchmarks("") as load:
         table = getattr(load(name), OF_TRL[name])(results)
     assert table + "\n" in (BENCHMARKS / "arena/EVIDENCE.md").read_text(), table
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_picture_of_long_answers_shows_its_results(published, tmp_path):
+    """In each panel, the heights of both arms are their results, on the axis that they share."""
+    rows = json.loads((BENCHMARKS / "results/long_answers.json").read_text())
+    with benchmarks("") as load:
+        picture = load("long_picture")
+    path = picture.PICTURE if published else tmp_path / "picture.svg"
+    if not published:
+        picture.draw(rows, path)
+    text = path.read_text()
+    runs = {arm: picture.runs_of(rows, arm) for arm in picture.ARMS}
+    values: dict[str, list[float]] = {name: [] for name in (*picture.POINTS, "reward")}
+    heights: dict[str, list[float]] = {name: [] for name in values}
+    for arm, of_arm in runs.items():
+        assert len(of_arm) == 3
+        points = [
+            float(y) for y in re.findall(rf'<use [^>]*y="(\S+)" style="fill: {picture.LIGHT[arm]}; stroke', text)
+        ]
+        (curve,) = re.findall(rf'<path d="([^"]+)"[^>]*stroke: {picture.LIGHT[arm]}; stroke-width: 2.4', text)
+        for name, three in zip(picture.POINTS, (points[:3], points[3:]), strict=True):
+            values[name] += [run[name] for run in of_arm]
+            heights[name] += three
+        values["reward"] += picture.band(of_arm)[1]
+        heights["reward"] += [float(y) for y in re.findall(r"[ML] \S+ (\S+)", curve)]
+    for name, found in values.items():
+        slope, start = np.polyfit(found, heights[name], 1)
+        assert slope < 0  # y grows downwards
+        assert heights[name] == pytest.approx(slope * np.array(found) + start, abs=0.01)
+
+
+def test_what_readme_says_of_the_picture_of_long_answers_holds_for_each_seed():
+    """With equal gaps, TRL's default has a third of the weight, and ends lower."""
+    rows = json.loads((BENCHMARKS / "results/long_answers.json").read_text())
+    for seed in range(3):
+        default, auto = (
+            {row["arm"]: row for row in rows if row["seed"] == seed}[arm] for arm in ("TRL's default", "`auto`")
+        )
+        assert default["weight"] < 0.35 < 0.99 < auto["weight"]
+        assert default["after"] < 0.8 * auto["after"]
+        assert default["k3"] == pytest.approx(auto["k3"], rel=0.15)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
