@@ -31,9 +31,9 @@ from trl_rollout_corr.tools.diagnosis.text import sure
 from trl_rollout_corr.tools.dump import folder as dump
 
 
-VOCABULARY, GROUP = 48, 8
+GROUP = 8
 HERE = Path(__file__).parent
-DESIGN, JUDGED = range(100), range(2000, 2003)  # seeds: bounds were set on the first, the tables are of the second
+DESIGN, JUDGED = range(100), range(3000, 3004)  # seeds: bounds were set on the first, the tables are of the second
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -71,6 +71,7 @@ class Run:
     steps: int = 16
     rows: int = 32
     longest: int = 48
+    vocabulary: int = 48
     rate: float = 0.3  # of learning
     noise: float = 0.01  # of the sampler, as by rounding
     schedule: Callable[[int], float] = lambda step: 1.0  # factor on the rate by step
@@ -93,21 +94,28 @@ class Run:
 
 
 def varied(run: Run, seed: int) -> Run:
-    """A judged run differs from those of the design in its length, its noise, and how fast it learns."""
+    """
+    A judged run differs from those of the design in its length, its noise, how fast it learns, its vocabulary, and the
+    number and the length of its completions.
+    """
     if seed < JUDGED.start:
         return run
     dice = np.random.default_rng(seed + 10**6)
     steps = run.steps if run.steps < 4 else int(dice.integers(12, 25))
-    return replace(run, steps=steps, noise=run.noise * dice.uniform(0.4, 2), rate=run.rate * dice.uniform(0.6, 1.5))
+    run = replace(run, steps=steps, noise=run.noise * dice.uniform(0.3, 3), rate=run.rate * dice.uniform(0.6, 1.5))
+    rows = run.rows if run.steps < 4 else GROUP * int(dice.integers(3, 7))
+    longest = int(run.longest * dice.uniform(0.7, 1.5)) if run.steps >= 4 else run.longest
+    return replace(run, rows=rows, longest=longest, vocabulary=int(dice.integers(32, 97)))
 
 
 def write(run: Run, folder: Path, seed: int) -> Path:
     """Write the dump of a run."""
     run, dice = varied(run, seed), np.random.default_rng(seed)
     sharpness = dice.uniform(1.5, 3.0)
-    trainer = Policy(*(sharpness * dice.normal(size=(VOCABULARY, VOCABULARY)) * x for x in (1.0, 0.6)))
+    sizes = run.vocabulary, run.vocabulary
+    trainer = Policy(*(sharpness * dice.normal(size=sizes) * x for x in (1.0, 0.6)))
     sampler, history, pool = trainer, [trainer], None
-    good = dice.random(VOCABULARY) < 0.3
+    good = dice.random(run.vocabulary) < 0.3
     for step in range(1, run.steps + 1):
         before = sampler
         history.append(trainer)
@@ -144,7 +152,7 @@ def write(run: Run, folder: Path, seed: int) -> Path:
 def _sample(run: Run, sampler: Policy, dice: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token ids, with two of a prompt before them, lengths, and reported log-probabilities."""
     ids = np.zeros((run.rows, run.longest + 2), np.int64)
-    ids[:, :2] = np.repeat(dice.integers(VOCABULARY, size=(run.rows // GROUP, 2)), GROUP, 0)
+    ids[:, :2] = np.repeat(dice.integers(run.vocabulary, size=(run.rows // GROUP, 2)), GROUP, 0)
     lengths = dice.integers(max(run.longest // 2, 4), run.longest + 1, size=run.rows)
     special = dice.random(run.rows) < run.some
     reported = np.zeros((run.rows, run.longest))
@@ -154,7 +162,7 @@ def _sample(run: Run, sampler: Policy, dice: np.random.Generator) -> tuple[np.nd
         plain = softmax(logits)
         drawn, told = (np.where(special[:, None], how(logits), plain) for how in (run.drawn, run.told))
         edges = drawn.cumsum(-1)
-        ids[:, at] = np.minimum((edges < dice.random((run.rows, 1)) * edges[:, -1:]).sum(-1), VOCABULARY - 1)
+        ids[:, at] = np.minimum((edges < dice.random((run.rows, 1)) * edges[:, -1:]).sum(-1), run.vocabulary - 1)
         with np.errstate(divide="ignore"):
             reported[:, at - 2] = np.log(np.take_along_axis(told, ids[:, at, None], -1)[:, 0])
     return ids, lengths, reported
@@ -232,7 +240,7 @@ def top_p(share: float) -> Callable[[np.ndarray], np.ndarray]:
 
 def a_fifth_at_random(logits: np.ndarray) -> np.ndarray:
     """A fifth of the tokens is drawn from the whole vocabulary."""
-    return 0.8 * softmax(logits) + 0.2 / VOCABULARY
+    return 0.8 * softmax(logits) + 0.2 / logits.shape[-1]
 
 
 def added(amount: float) -> Callable[[dict[str, Any], np.random.Generator], None]:
@@ -284,6 +292,11 @@ def lost_once(first: int) -> Callable[[int, Policy, Policy], Policy]:
 def with_bits(bits: int, steps: range) -> Callable[[int, Policy, Policy], Policy]:
     """The engine quantises the weights in some steps."""
     return lambda step, trainer, sampler: rounded(trainer, bits) if step in steps else trainer
+
+
+def faster(step: int) -> float:
+    """A learning rate that rises when the engine begins to quantise."""
+    return 10.0 if step >= 8 else 1.0
 
 
 class Case(NamedTuple):
@@ -347,6 +360,22 @@ CASES: dict[str, Case] = {
     ),
     "8_bits_at_first": Case(
         "the engine quantises until step 8", ("changed",), replace(_PLAIN, pushed=with_bits(5, range(8)))
+    ),
+    "8_bits_faster": Case(
+        "the engine quantises from step 8 on, where the learning rate becomes ten times as large", ("changed",),
+        replace(_PLAIN, rate=0.03, schedule=faster, pushed=with_bits(5, _SWITCH)),
+    ),
+    "8_bits_shared": Case(
+        "the same with two steps on the samples of a push", ("changed",),
+        replace(_PLAIN, every=2, rate=0.03, schedule=faster, pushed=with_bits(5, _SWITCH)),
+    ),
+    "8_bits_old": Case(
+        "the engine quantises from step 8 on, and samples are announced as one step old", ("changed",),
+        replace(_PLAIN, lag=1, pushed=with_bits(5, _SWITCH)),
+    ),
+    "faster_old": Case(
+        "samples are one step old, and the learning rate becomes ten times as large", ("stale",),
+        replace(_PLAIN, lag=1, noise=0.002, rate=0.03, schedule=faster),
     ),
     "8_bits": Case(
         "the engine quantises, and does not say so", ("weights",), replace(_PLAIN, pushed=with_bits(5, range(100)))
