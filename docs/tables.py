@@ -39,24 +39,19 @@ IN_SHORT = {
     "of_push": OF_PUSH,
     "push_or_text": LOOK_AT_PUSH,
     "corrects": "the run corrects for it",
-    "uncorrected": "Not every run is harmed by a gap of up to 0.1. Otherwise training is biased, and the gap tends to grow.",
+    "uncorrected": "Not every run is harmed by a gap of up to 0.1, but training is biased, and the gap tends to grow.",
     "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",
     "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
-    "cut": "If answers are cut, raise `max_completion_length`. Otherwise prompts may be too easy or too hard.",
-    "close": "Find out [where the gap comes from](debugging.md#k3_kl-grows).",
-    "closer": "[Make the gap smaller](debugging.md#make-the-gap-smaller).",
-    "broken": "By default (`rollout_correction: trl`) they stay in TRL's loss with a ratio of 1; corrections of this "
-    "package leave them out.",
+    "cut": "If answers are cut, raise `max_completion_length`; otherwise look at some completions and their rewards.",
     "correct": "[Set the correction](#the-correction-to-set).",
-    "fell": "Otherwise the weights shrink with length, even if nothing is wrong: each completion gets one weight, the "
+    "fell": "The weights shrink with length, even if nothing is wrong, because each completion gets one weight, the "
     "product of its tokens' ratios.",
-    "grown": "",
     "find": "Find the cause: set `rollout_dump_dir`, train a few steps, and run `trl-rollout-corr diagnose` on the dump.",
     "began": ", and ... at the start",
     "length": " of ... tokens on average",
-    "no_tokens": "Check `mask_truncated_completions`, which leaves out every completion without an EOS token, and the "
-    "`env_mask` of your `rollout_func`.",
+    "no_tokens": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, also "
+    "one that a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
 }
 
 

@@ -266,15 +266,6 @@ def test_alarms_and_causes_name_what_the_trainer_has(trainer, name):
         assert {key: getattr(after, key) for key in settings} == settings
 
 
-def test_weights_that_are_fresh_cannot_be_pushed_more_often():
-    config = config_of("GRPO", SETTINGS["disabled"])
-    window = Window({f"{PREFIX}k3_kl": 0.02, f"{PREFIX}staleness_max": 0.0, "step": 12}, config.settings)
-    window.course.add(Window({f"{PREFIX}k3_kl": 0.001, f"{PREFIX}kl": 0.001, "step": 1}, config.settings))
-    text = fill(BOUNDS["unlearning"].advice, window, value=0.4, limit=0.5, side="above")
-    assert "more often" not in text
-    assert "the weights that sample are fresh already" in text
-
-
 HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
 
 

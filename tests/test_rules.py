@@ -12,6 +12,7 @@ from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.bands import HEALTHY
+from trl_rollout_corr.tools.decision import decide, in_words
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
 from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE_K3, ROUNDED, fill
@@ -326,10 +327,15 @@ def test_what_an_alarm_says(name):
     fields = {*RolloutCorrectionConfig.__dataclass_fields__, *(other.key for other in BOUNDS.values())}
     for settings in KNOWN.values():
         for state in STATES.values():
-            for text in texts(name, settings, **state):
+            said = texts(name, settings, **state)
+            decision = in_words(decide(settings, {}, is_harmed=True))
+            # what, why, and one thing to do; `docs/alarms.md` has the rest
+            assert [len(re.findall(r"\.(?= |$)", text)) for text in said if text != decision] == [1, 1, 1][
+                : 3 - said.count(decision)
+            ]
+            for text in said:
                 assert re.fullmatch(r"[A-Z`].*\.", text)
                 assert not re.search(r"\. [a-z]|  |[{}]|\.\.", text)
-                assert len(re.findall(r"\.(?= |$)", text)) <= 5, text
                 assert {*re.findall(r"`((?:rollout|bypass)_\w+)(?:: true)?`", text)} <= fields | {
                     "rollout_func",
                     "rollout_is_oob_ratio",
@@ -343,17 +349,14 @@ def test_a_gap_from_the_first_step_is_not_put_down_to_a_stale_sampler():
             said = " ".join(texts(name, settings, **STATES["start"]))
             said = said.replace("fresh, rounded and stale weights", "")  # in the reason for `auto`
             assert not re.search(r"\bstale\b|\bold\b|lost push|were not pushed", said), said
-    for name in ("k3_high", "k3_corrected"):
-        assert "there from the first step" in texts(name, KNOWN["auto"], **STATES["start"])[2]
 
 
 def test_a_gap_of_a_sampler_that_says_how_old_it_is_is_explained():
     for name in ("k3_high", "k3_uncorrected", "k3_corrected"):
         _, why, advice = texts(name, KNOWN["off"], **STATES["old"])
-        assert "The sampler is 8 steps old, which explains it" in why
+        assert "the sampler is 8 steps old, which explains it" in why
         assert not re.search("dropout|precision|not pushed", why + advice)
-        assert "Push weights to the sampler more often" in advice or "push weights to the sampler more often" in advice
-        assert "`trainer.rollout_step`" in texts(name, KNOWN["off"])[2]  # announced ages are 0
+        assert "steps old" not in texts(name, KNOWN["off"])[1]  # announced ages are 0
 
 
 def test_without_settings_both_are_said():
@@ -376,7 +379,6 @@ def test_no_token_in_the_loss_names_the_setting_that_did_it():
     (alarm,) = examine(log, config())
     assert (alarm.bound, alarm.step) == ("no_tokens", 4)
     assert "`mask_truncated_completions`" in alarm.advice
-    assert "`stop`" in alarm.advice
     ended = examine([{**entry, "completions/clipped_ratio": 0.0} for entry in log], config())[0]
     assert "`mask_truncated_completions`" not in ended.advice
     assert "`env_mask`" in ended.advice
@@ -407,7 +409,7 @@ def test_a_window_without_gradient_is_no_proof_of_harm():
     """With an eight-bit cache, the bounds of a preset rejected all completions of some steps, as they were short."""
     (alarm,) = examine(history(*[{**CORRECTED, "effective_lr": 0.0}] * 60), config())
     assert (alarm.bound, alarm.severity) == ("everything_rejected", "warning")
-    assert "may be chance" in alarm.why
+    assert "only momentum" in alarm.why
 
 
 # The course of the gap ------------------------------------------------------------------------------------------------
@@ -652,23 +654,6 @@ def test_one_finding_per_cause():
     ill = {**CORRECTED, "effective_lr": 0.0, "rollout_rs_masked_fraction": 1.0, "staleness_max": 40.0}
     findings = examine(history(*[ill] * 9), config())
     assert [finding.bound for finding in findings] == ["staleness", "everything_rejected"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({}, "The loss leaves out such tokens."),
-        ({"rollout_nan_policy": "neutralize"}, "takes their ratio as 1"),
-        ({"rollout_correction": "trl"}, "They stay in TRL's loss: with a ratio of 1 if the number is missing"),
-        ({"rollout_correction": "disabled"}, "They stay in the loss, which is not corrected."),
-        (None, "By default, corrections of this package leave out such tokens."),
-    ],
-)
-def test_the_alarm_about_missing_numbers_says_what_the_loss_of_this_run_does(fields, said):
-    broken = {**HEALTHY_WINDOW, "nonfinite_fraction": 0.01}
-    [finding] = examine(history(broken), None if fields is None else config(**fields))
-    assert said in finding.advice
-    assert "returns None" in finding.why
 
 
 def test_a_finding_lasts_until_its_last_unhealthy_window():

@@ -23,7 +23,7 @@ RULES = [
         key="nonfinite_fraction",
         limit=0.5,
         seen="No token was left in the loss, so this step has no metrics.",
-        why=f"This may be chance in a small batch. {MOMENTUM}",
+        why=MOMENTUM,
         advice="{no_tokens}",
         returns=False,
         patience=5,
@@ -34,8 +34,8 @@ RULES = [
         key="zero_advantage_fraction",
         limit=0.5,
         seen="All advantages are 0, so no reward changes the policy.",
-        why=f"All completions of a prompt got the same reward, or none. {MOMENTUM}",
-        advice="{cut} Check that the reward function does not always return the same number or None.",
+        why="All completions of a prompt got the same reward, or none.",
+        advice="{cut}",
         patience=7,
         lasting=7,
         measure=conditions.without_advantages,
@@ -45,10 +45,9 @@ RULES = [
         key="completions/clipped_ratio",
         limit=0.8,
         seen="A share of {value} of the completions is cut off at `max_completion_length`{began}.",
-        why="This may be harmless if the reward judges beginnings as well as whole answers. Otherwise answers are missing: "
-        "the policy learns to write more than the limit, or no longer ends.",
-        advice="Look at some completions. If they go on well, raise `max_completion_length`. If they repeat themselves or do "
-        "not end, the policy is failing: look at `entropy` and the reward of the same steps, and go back to a checkpoint.",
+        why="Answers may be missing: the policy learns to write more than the limit, or no longer ends.",
+        advice="Look at some completions: if they go on well, raise `max_completion_length`, and if they repeat "
+        "themselves or do not end, go back to a checkpoint.",
         patience=5,
         measure=conditions.cut_since_the_start,
     ),
@@ -56,11 +55,11 @@ RULES = [
         "clipped",
         key="clip_ratio/region_mean",
         limit=0.3,
-        seen="A share of {value} is clipped at the first visit of a batch (`clip_ratio/region_mean`), above {limit:g}.",
-        why="This may be intended, where a few far tokens or completions are meant to be left out. In bypass mode the clip "
-        "range is around the sampler, so that its gap alone, without any update, leaves a narrow range.",
-        advice="Widen `epsilon` and `epsilon_high` until only a few are clipped in the first steps. In decoupled mode the "
-        "range is around the policy before the update.",
+        seen="A share of {value} is clipped at the first visit of a batch (`clip_ratio/region_mean`), above "
+        "{limit:g}.",
+        why="In bypass mode the clip range is around the sampler, so that its gap alone, without any update, leaves "
+        "a narrow range.",
+        advice="Widen `epsilon` and `epsilon_high` until only a few are clipped in the first steps.",
         applies=lambda window: window.clips_at_once,
         measure=lambda window: window.of_trl("clip_ratio/region_mean"),
     ),
@@ -77,10 +76,9 @@ RULES = [
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value} of the tokens came without a finite log-probability.",
-        why="If the logits of the sampler are NaN, no policy drew the token; TRL passes the NaN on as None. If a "
-        "`rollout_func` returns None, or a vLLM server -9999, perhaps only the number is missing.",
-        advice="No correction repairs this: look for NaN in the weights, and for a failed push of weights. {broken} To stop "
-        "at the first one, set `rollout_nan_policy` to raise.",
+        why="If the logits of the sampler are NaN, no policy drew the token; if a `rollout_func` returns None, or a vLLM "
+        "server -9999, perhaps only the number is missing.",
+        advice="No correction repairs this: look for NaN in the weights, and for a failed push of weights.",
     ),
     _rule(
         "k3_kl",
@@ -91,9 +89,9 @@ RULES = [
             "foretells_collapse": True,
             "seen": "`k3_kl` has been at least {value} since the first step, above {limit:g}, where no update of the "
             "weights can be the reason.",
-            "why": "Rounding does not explain it: {gave} in our measurements. The sampler reads other tokens, holds other "
-            "weights, draws from another distribution (temperature, `top_p`, `min_tokens`), or reports log-probabilities of "
-            "other tokens. A correction hides such a fault and does not repair it.",
+            "why": "Rounding does not explain it, because {gave} in our measurements: the sampler reads other "
+            "tokens, holds other weights, draws from another distribution, or reports log-probabilities of other "
+            "tokens.",
             "advice": "{diagnose}",
             "patience": 1,
             "measure": conditions.gap_from_the_start,
@@ -107,16 +105,16 @@ RULES = [
             "far": 10.0,
             "seen": "`k3_kl` is {value}, above {limit:g}, and {corrects}.",
             "why": "{corrected}",
-            "advice": "{correct} {close}",
+            "advice": "{correct}",
             "applies": lambda window: window.corrects is not False,
         },
         {
             "name": "k3_lasting",
             "limit": 0.005,
-            "seen": "`k3_kl` is {value} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} as "
-            "well.",
-            "why": "This may be harmless: the limit is of dense models in bfloat16, and mixtures of experts and engines with "
-            "8 bits show more. With a lasting gap of 0.009, runs of ours collapsed.",
+            "seen": "`k3_kl` is {value} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} "
+            "as well.",
+            "why": "The limit is of dense models in bfloat16, and with a lasting gap of 0.009 such runs of ours "
+            "collapsed.",
             "advice": "{find}",
             "measure": conditions.gap_of_fresh_weights,
             "applies": lambda window: not window.rounds_more,
@@ -124,7 +122,7 @@ RULES = [
         key="k3_kl",
         seen="`k3_kl` is {value}, above {limit:g}, and nothing corrects for it.",
         why="{uncorrected}",
-        advice="{correct} {close}",
+        advice="{correct}",
         applies=lambda window: window.corrects is False,
     ),
     _rule(
@@ -134,9 +132,9 @@ RULES = [
         foretells_collapse=True,
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
-        why="This alarm may be false, because some of our runs with it kept their accuracy. In the others, accuracy fell when "
-        "rewarded tokens became less likely, at the same time or later, and in some of them it recovered.",
-        advice="{correct} {closer}",
+        why="This alarm may be false, because some of our runs with it kept their accuracy; in the others accuracy "
+        "fell, at the same time or later.",
+        advice="{correct}",
         patience=11,
         measure=conditions.gap_of_rewarded,
         confirmed=lambda window: window.course.rewarded_stay_unlikely,
@@ -146,23 +144,22 @@ RULES = [
         "gap_stays",
         {
             "limit": 0.03,
-            "why": "This alarm may be false, because some of our runs kept their accuracy with such a gap: it often grows at "
-            "first and shrinks later. In other runs it stayed, rewarded tokens lost probability, and training collapsed.",
+            "why": "This alarm may be false, because some of our runs kept their accuracy with such a gap; in others "
+            "rewarded tokens lost probability, and training collapsed.",
             "applies": lambda window: window.corrects and not window.clips,
             "confirmed": conditions.unlearns,
         },
         {
             "name": "gap_clipped",
             "limit": 0.065,
-            "why": "This alarm may be false: only a few of our runs showed a gap of this size, and accuracy fell for a short "
-            "time in some of them and not in others. Clipping removes tokens with a large log-ratio, so it tolerates a "
-            "larger gap than importance weights do.",
+            "why": "This alarm may be false: only a few of our runs showed a gap of this size, and accuracy fell for "
+            "a short time in some of them.",
             "applies": lambda window: window.corrects and window.clips,
         },
         key="kl",
         foretells_collapse=True,
-        seen="`kl` does not return to its value at the start of the run. It is {value} higher, above {limit:g}.",
-        advice="{correct} {closer} You can wait while accuracy on held-out prompts still rises.",
+        seen="`kl` does not return to its value at the start of the run: it is {value} higher, above {limit:g}.",
+        advice="{correct}",
         patience=5,
         lasting=15,
         measure=conditions.lasting_gap,
@@ -173,12 +170,10 @@ RULES = [
         key="kl",
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value}.",
-        why="Over few tokens this may be chance. Otherwise the mean ratio is 1 for any two policies, however far apart they "
-        "are. So the sampler never draws some tokens, or the tokens were sampled with other log-probabilities.",
-        advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults (a vLLM in the "
-        "training process can replay the first three instead: `rollout_support`). Check that log-probabilities are taken "
-        "after temperature (a vLLM server needs `--logprobs-mode processed_logprobs`), that each belongs to its token, and "
-        "that none is a filler, such as 0.0.",
+        why="The mean ratio is 1 for any two policies, so the sampler never draws some tokens, or the tokens were "
+        "sampled with other log-probabilities.",
+        advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults, and check that "
+        "log-probabilities are taken after temperature, belong to their tokens, and are no fillers, such as 0.0.",
         applies=lambda window: window.fresh,
         measure=conditions.bias,
         covers=("k3_corrected",),
@@ -189,10 +184,9 @@ RULES = [
         limit=0.002,
         seen="`kl_advantage_negative` and `kl_advantage_positive` differ by {value}, above {limit:g}, although the "
         "weights that sample are fresh.",
-        why="This may be harmless if the advantage goes with the length or the place of tokens that round more. Otherwise "
-        "neither rounding nor a push knows the advantage, so something that comes after the rewards makes the difference. "
-        "`k3_kl` may stay flat while the reward falls.",
-        advice="{find} `gain_advantage_positive` and `gain_advantage_negative` show which way the loss is pushed.",
+        why="Neither rounding nor a push knows the advantage, so something that comes after the rewards makes the "
+        "difference.",
+        advice="{find}",
         applies=lambda window: window.age is not None and window.age < 1,
         measure=conditions.gap_by_sign,
     ),
@@ -200,11 +194,12 @@ RULES = [
         "other_draws",
         key="surprise",
         limit=0.2,
-        seen="`surprise` differs from TRL's `entropy` by a share of {value}, above {limit:g}, although `k3_kl` is small.",
-        why="The two are equal if tokens are drawn with the probabilities that are reported, so these were drawn with another "
-        "temperature, with `top_p`, or in another way.",
-        advice="Return the log-probabilities with which the tokens were drawn, or draw from the whole distribution at the "
-        "trainer's `temperature`.",
+        seen="`surprise` differs from TRL's `entropy` by a share of {value}, above {limit:g}, although `k3_kl` is "
+        "small.",
+        why="The two are equal if tokens are drawn with the probabilities that are reported, so these were drawn "
+        "with another temperature, with `top_p`, or in another way.",
+        advice="Return the log-probabilities with which the tokens were drawn, or draw from the whole distribution "
+        "at the trainer's `temperature`.",
         measure=conditions.draws,
     ),
     _rule(
@@ -233,7 +228,7 @@ RULES = [
         key="staleness_max",
         limit=16.0,
         seen="Completions are up to {value} optimizer steps older than the policy that trains on them.",
-        why="This may be harmless if you want samples that old. The gap grows with the age of the sampling weights.",
+        why="The gap grows with the age of the sampling weights.",
         advice=f"{FRESHER}.",
     ),
     _rule(
@@ -243,25 +238,24 @@ RULES = [
             "limit": 0.8,
             "below": True,
             "seen": "The mean importance weight of completions{length} is {value}, below {limit:g}.",
-            "why": "This may be chance in a small batch. {fell} Every step is that much smaller than `learning_rate` "
-            "says, and long completions count least.",
-            "advice": "{correct} {grown}",
+            "why": "{fell}",
+            "advice": "{correct}",
             "applies": lambda window: window.of_completions,
         },
         {
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
-            "why": "Weights of whole completions shrink with length, even if nothing is wrong. Otherwise sampler and trainer "
-            "are far apart, and the run takes smaller steps than `learning_rate` says.",
+            "why": "Sampler and trainer are far apart, or completions are long: weights of whole completions shrink "
+            "with length.",
             "advice": "{correct}",
         },
         {
             "name": "weight_mean_high",
             "limit": 2.0,
-            "why": "A few tokens with a huge weight may raise the mean, and so may wrong log-probabilities. The mean "
-            "multiplies the optimizer step, so it should be near 1.",
-            "advice": "{correct} Check that the log-probabilities are taken after temperature and belong to their tokens.",
+            "why": "The mean multiplies the optimizer step, and a few tokens with a huge weight or wrong "
+            "log-probabilities raise it.",
+            "advice": "{correct}",
         },
         key="rollout_is_mean",
         far=10.0,
@@ -284,8 +278,7 @@ RULES = [
         key="rollout_rs_masked_fraction",
         limit=0.5,
         seen="A share of {value} of the tokens is rejected, above {limit:g}.",
-        why="This may be chance in a small batch. Otherwise too few tokens are left to train on, and they are not a fair "
-        "sample of the completions.",
+        why="Too few tokens are left to train on, and they are not a fair sample of the completions.",
         advice="{correct}",
         returns=False,
     ),
@@ -296,9 +289,8 @@ RULES = [
         far=5.0,
         seen="A share of {value} of the completions contains a token below the lower bound of seq_max_k1.",
         why="Rounding does not move a token that far.",
-        advice="Look for broken rows of logits, for tokens scored at another position, and for text added after sampling. "
-        " `log_ratio_min` shows the lowest log-ratio. To reject fewer completions, lower the bound of "
-        "seq_max_k1 in `rollout_rs_threshold`.",
+        advice="Look for broken rows of logits, for tokens scored at another position, and for text added after "
+        "sampling.",
         applies=conditions.vetoes,
     ),
     _rule(
@@ -307,9 +299,8 @@ RULES = [
         limit=1e-6,
         below=True,
         seen="All tokens were rejected or have no gradient (`effective_lr` is {value}).",
-        why=f"This may be chance if a step has few completions, or if the bounds reject short ones. {MOMENTUM}",
-        advice="If `k3_kl` has grown, find out why the sampler is so far from the trainer. Otherwise the bounds are too "
-        "tight. {correct}",
+        why=MOMENTUM,
+        advice="{correct}",
         applies=lambda window: not window.only_measures,
         returns=False,
         covers=("rejected", "weight_mean_low", "weight_of_completions", "effective_sample_size"),
