@@ -51,8 +51,8 @@ def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
         kept.append("the worst")
     # a row that is read as one of the worst costs no more, and represents the batch if it is drawn, however far off it
     # is
-    rest, costs = order[~chosen[order]], np.where(read, 0, rows.tokens)
-    chosen[_up_to(rest, costs, most - int(rows.tokens[read].sum()))] = True
+    costs = np.where(read, 0, rows.tokens)
+    chosen[_up_to(order, costs, most - int(rows.tokens[read].sum()))] = True
     return Sample(read | chosen, chosen & rows.sampled, tuple(kept))
 
 
