@@ -113,6 +113,7 @@ def test_a_part_of_the_correction_is_not_the_correction():
         {"rollout_rs": None},
         {"rollout_is": None},
         {"rollout_is_threshold": 2.0},
+        {"rollout_allow_rounding": False},
         {"rollout_metrics_only": True},
     ):
         settings = RolloutCorrectionConfig(rollout_correction="auto", **changed).settings

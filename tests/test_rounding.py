@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import StaleSampler
-from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, prompts
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.rounding import (
     GROWTH,
@@ -292,15 +292,22 @@ def test_weights_of_the_step_before_are_no_rounding(tmp_path, tiny_model_path, m
     assert set(logged(trainer, "rounding_tv")) == {0.0}
 
 
-def test_an_evaluation_is_not_measured(tmp_path, tiny_model_path):
-    """In bypass mode: with an old policy, no completion of an evaluation counts as fresh anyway."""
-    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "extra": {"eval_dataset": prompts(16)}}
-    found = []
-    for fields in ({}, evaluates):
-        trainer = announced(tiny_model_path, tmp_path / str(len(found)), 0, 0, 0, 0, **MODES["bypass"], **fields)
-        assert any("eval_loss" in entry for entry in trainer.state.log_history) == bool(fields)
-        found.append(logged(trainer, "rounding_tv"))
-    assert found[0] == found[1]
+class FreshSampler(AnnouncingSampler):
+    """It samples with the policy of the trainer, except for noise."""
+
+    def __call__(self, prompts, trainer):
+        self.model, self.lengths = trainer.model, (4, 8)  # rewards are lengths
+        return super().__call__(prompts, trainer)
+
+
+def test_the_second_visit_of_a_batch_is_not_measured(tmp_path, tiny_model_path):
+    """The policy has moved since, by more than its sampler is off."""
+    fields = {**MODES["bypass"], "num_iterations": 2, "learning_rate": 3e-3, "max_steps": 6}
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=FreshSampler(tiny_model_path, 0), **fields)
+    trainer.train()
+    rounding = logged(trainer, "rounding_tv")
+    assert min(logged(trainer, "k3_kl")[1::2]) > 0.01
+    assert 0 < max(rounding) < 1.5 * rounding[0]
 
 
 def test_a_run_says_again_what_rounding_does_once_it_does_more():
