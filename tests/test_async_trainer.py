@@ -355,9 +355,12 @@ def test_a_log_probability_that_is_none_hurts_nobody(make, mode, value):
 
 
 @pytest.mark.parametrize("off", ["trl", "disabled", "measured"])
-@pytest.mark.parametrize("value", [None, math.nan, -math.inf, -9999.0])
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf, -9999.0, -200.0])
 def test_trl_keeps_a_finite_loss_without_a_log_probability(make, tiny_model_path, off, value):
-    """The token gets a ratio of 1, as in TRL's other trainers. TRL's own asynchronous loss would be NaN."""
+    """
+    The token gets a ratio of 1 where the number is missing, as in TRL's other trainers. Where the ratio is infinite, the
+    token has no gradient, as if it were clipped. TRL's own asynchronous loss or its gradient would be NaN or infinite.
+    """
 
     def break_last(sample):
         sample.old_log_probs = [*sample.old_log_probs[:-1].tolist(), value]
@@ -368,11 +371,24 @@ def test_trl_keeps_a_finite_loss_without_a_log_probability(make, tiny_model_path
     total, model = 0.0, load_model(tiny_model_path)
     for sample in samples:
         logps, rollout = unpacked_logps(model, sample), rollout_logps(sample)
-        ratio = (logps - torch.where(rollout.isfinite(), rollout, logps.detach())).exp()
-        total = total - torch.min(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage).sum()
+        finite = (logps.detach() - rollout).exp().isfinite()
+        assert finite.tolist() == [True] * (len(finite) - 1) + [False]
+        ratio = (logps - torch.where(finite, rollout, logps.detach())).exp()
+        losses_of_tokens = torch.min(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage)
+        total = total - losses_of_tokens[finite | rollout.isnan()].sum()
     n_tokens = sum(int(sample.completion_mask.sum()) for sample in samples)
     assert found.item() == pytest.approx(float(total) / n_tokens / 2, rel=1e-5, abs=1e-7)
     assert_gradients_equal(backward(trainer.model, found), backward(model, total / n_tokens / 2))
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize("value", [None, -9999.0])
+def test_a_run_with_the_loss_of_trl_goes_on_without_log_probabilities(make, value):
+    def break_last(sample):
+        sample.old_log_probs = [*sample.old_log_probs[:-1].tolist(), value]
+
+    trainer = make({"change": break_last, "min_length": 2, "noise": 0.25}, rollout_correction="trl")
+    assert_trains(trainer)
 
 
 def test_a_dump_tells_none_from_nan(make, tmp_path):

@@ -180,10 +180,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         inputs, terms = with_a_term(inputs), Terms(inputs[TERMS][0])
         batch = self._completions_of(inputs, terms)
         self._pushes.keep(batch)  # may score texts, which is no part of the forward pass below
-        keys: tuple[str, ...] = ("advantages", "old_log_probs") if self._settings.changes_loss else ()
-        if not keys and not inputs["old_log_probs"][inputs["token_index"] >= 0].isfinite().all():
-            keys = ("old_log_probs",)  # the loss of TRL would be NaN
-        placeholders = {key: Placeholder(inputs[key]) for key in keys}
+        placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
         correct = partial(self._correct, inputs=inputs, terms=terms, batch=batch, placeholders=placeholders)
         policy = CorrectedPolicy(model, correct)
         loss: torch.Tensor = super().compute_loss(
@@ -213,13 +210,17 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         anchor, corrected = self._corrected(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
         self._observer.trained(self._now, corrected.mask, n_dropped)
-        if "advantages" in placeholders:
-            coefficients = terms.collect(corrected.coefficients, torch.zeros_like(logps))
-            placeholders["advantages"].fill(selected, inputs["advantages"][selected] * coefficients)
-            placeholders["old_log_probs"].fill(selected, terms.collect(anchor, logps))
-        elif placeholders:  # a ratio of 1 where the sampler has no number, as TRL's other trainers take it
-            old = inputs["old_log_probs"][selected]
-            placeholders["old_log_probs"].fill(selected, torch.where(old.isfinite(), old, logps.to(old.dtype)))
+        advantages, old = inputs["advantages"][selected], inputs["old_log_probs"][selected]
+        if self._settings.changes_loss:
+            advantages = advantages * terms.collect(corrected.coefficients, torch.zeros_like(logps))
+            old = terms.collect(anchor, logps)
+        else:
+            # Without a number of the sampler, a ratio is 1, as in TRL's other trainers. A ratio that is infinite is
+            # beyond every clip range, and has no gradient
+            ratio = (logps - old).exp()
+            advantages, old = advantages.masked_fill(ratio.isinf(), 0.0), torch.where(ratio.isfinite(), old, logps)
+        placeholders["advantages"].fill(selected, advantages)
+        placeholders["old_log_probs"].fill(selected, old)
 
     @staticmethod
     def _completions_of(inputs: Mapping[str, Any], terms: Terms) -> dict[str, Any]:

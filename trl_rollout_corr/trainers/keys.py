@@ -2,6 +2,8 @@
 
 OLD_LOGPS = "old_per_token_logps"  # (B, T), under the old policy: the trainer's when the batch was generated
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), under the policy that sampled
+# (B, T), the same as TRL made it, with -9999 for minus infinity, for what TRL's loss reads
+LOGPS_OF_TRL = "rollout_corr_logps_of_trl"
 COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradient, if known at generation
 # Values of the first visit, for later ones (`num_iterations`). They are filled in place, because
 # TRL may copy the dictionary

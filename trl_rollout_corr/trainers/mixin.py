@@ -34,6 +34,7 @@ from .keys import (
     COEFFICIENTS,
     FIRST_COEFFICIENTS,
     FIRST_LOGPS,
+    LOGPS_OF_TRL,
     MISSING,
     OLD_LOGPS,
     REWARDS,
@@ -188,6 +189,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         scoring.check_rows(len(output["completion_ids"]), owner.__name__)
         completion_ids = output["completion_ids"]
         self._warn_about_images(scoring.generation, output)
+        if ROLLOUT_LOGPS in output:
+            output[LOGPS_OF_TRL] = output[ROLLOUT_LOGPS]
         output[ROLLOUT_LOGPS] = scoring.generation.rollout_logps(completion_ids)
         output[REWARDS] = scoring.rewards
         output |= self._replays.place(*sequences_of(output), completion_ids.shape[1])
@@ -280,6 +283,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         # read them earlier, its loss would not be corrected, so `LossInputs` raises an error.
         count = partial(self._observer.add, self._now.mode)
         loss_pass = LossPass(self._bare(model), inputs, self._loss_mask(inputs), self._correct, self._bare, count)
+        if LOGPS_OF_TRL in inputs:
+            loss_pass.inputs[ROLLOUT_LOGPS] = inputs[LOGPS_OF_TRL]
         with self._during(loss_pass), self._bounding_the_ratio():
             loss: torch.Tensor = super().compute_loss(
                 model, loss_pass.inputs, return_outputs, num_items_in_batch, *args, **kwargs
