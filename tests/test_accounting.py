@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.dumps import read_dump
 from tests.launching import ROOT
 from tests.tiny import StaleSampler, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.age import Staleness
 from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.correction.groups import TURNS, add_up_groups
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.tools.analysis.recompute import _correct, batch_of
+from trl_rollout_corr.tools.dump.reading import open_dump
+from trl_rollout_corr.tools.report.token_tables import find_lost
 
 
 CONFIG = RolloutCorrectionConfig(
@@ -123,20 +128,48 @@ def test_advantages_per_token_that_are_those_of_their_row_count_like_them():
 def test_a_run_with_advantages_per_token_tells_their_signs_apart(make, first):
     """With weights that are 1 where the advantage is positive, wherever such a token stands in a completion."""
     bounds = {"rollout_is": "token", "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]], "rollout_is_clamp": True}
-    trainer = make(**bounds, max_steps=1)
+    trainer = with_two_signs(make(**bounds, max_steps=1), first)
+    losses(trainer)
+    (entry,) = entries(trainer)
+    assert entry["downweighted/advantage_positive"] == 0.0
+    assert entry["downweighted/advantage_negative"] > 0.01
+
+
+@pytest.mark.parametrize("first", [-1.0, 1.0])
+def test_a_dump_of_advantages_per_token_gives_the_correction_of_the_run(make, first, tmp_path):
+    """The mean of a completion has one sign, and every second token the other one."""
+    folder = tmp_path / "dump"
+    trainer = make(rollout_correction="auto", rollout_rs_threshold=[[0.01, 0.01], [0.001, math.inf]],
+                   rollout_dump_dir=str(folder), rollout_dump_sampled=16)  # fmt: skip
+    losses(with_two_signs(trainer, first))
+    sequences = open_dump(folder).sequences
+    every = np.ones(len(sequences), bool)
+    batch = batch_of(sequences, every, as_dumped=True)
+    again = _correct(batch, trainer._settings)
+    for block, correction in zip(batch.blocks, again, strict=True):
+        torch.testing.assert_close(correction.coefficients * block.mask, block.coefficients, rtol=1e-5, atol=1e-6)
+        assert torch.equal(correction.keep, block.keep)
+    keeps = [{*zip((row["advantages"][t] > 0 for t in range(len(row["keep"]))), row["keep"], strict=True)}
+             for row in read_dump(folder).rows]  # fmt: skip
+    assert {(True, False), (False, False)} <= set().union(*keeps)  # a token of each sign was rejected
+    assert {*np.sign(sequences.advantage[sequences.lengths > 3])} == {-first}
+    lost = find_lost(sequences, trainer._settings)
+    assert {table.sign for table in lost.tables} == {"positive", "negative"}
+    assert main(["compare", str(folder), "--json"]) == 0
+
+
+def with_two_signs(trainer, first):
+    """A trainer of which every second token has another sign of the advantage."""
     score = trainer._generate_and_score_completions
 
-    def with_two_signs(inputs):
+    def scored(inputs):
         output = score(inputs)
         places = torch.arange(output["completion_ids"].shape[1])
         output["advantages"] = torch.where(places % 2 == 0, first, -2 * first).expand(output["completion_ids"].shape)
         return output
 
-    trainer._generate_and_score_completions = with_two_signs
-    losses(trainer)
-    (entry,) = entries(trainer)
-    assert entry["downweighted/advantage_positive"] == 0.0
-    assert entry["downweighted/advantage_negative"] > 0.01
+    trainer._generate_and_score_completions = scored
+    return trainer
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ class Block(NamedTuple):
     turn: torch.Tensor
     keep: torch.Tensor  # tokens that the run kept
     coefficients: torch.Tensor  # factor of the policy gradient in the run
-    advantages: torch.Tensor  # `(B, 1)`; 0 if it is not finite
+    advantages: torch.Tensor  # `(B, 1)`, or `(B, T)` where each token has its own; 0 if it is not finite
     rounding: torch.Tensor  # `(B, 2)`: what rounding did, as the run used it, or as it is measured in the dump
 
     def tokens(self, *, neutralize: bool) -> Tokens:
@@ -123,9 +123,12 @@ def _block(
     chosen = np.zeros(len(sequences), bool)
     chosen[rows] = True
     here = of_loss & chosen[sequences.row]
-    columns = ("mask", "train_logps", "rollout_logps", "turn", "keep", "coefficients")
+    columns = ("mask", "train_logps", "rollout_logps", "turn", "keep", "coefficients", "advantage_of_token")
     padded = {name: pad(getattr(sequences, name)[here], lengths[rows]) for name in columns}
-    advantages = torch.from_numpy(np.nan_to_num(sequences.advantage[rows], posinf=0.0, neginf=0.0))[:, None]
+    of_tokens, of_rows = padded.pop("advantage_of_token"), torch.from_numpy(sequences.advantage[rows])[:, None]
+    # a criterion on completions takes one advantage of each
+    advantages = of_rows if np.isnan(sequences.advantages).all() else of_tokens
+    advantages = advantages.nan_to_num(0.0, 0.0, 0.0)
     return Block(**padded, advantages=advantages, rounding=rounding[torch.from_numpy(rows)])
 
 
@@ -145,7 +148,7 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
             block.rollout_logps,
             block.mask,
             alone,
-            advantages=block.advantages[:, 0],
+            advantages=block.advantages,
             turn_ids=block.turn,
             rounding=block.rounding,
         )
@@ -201,7 +204,7 @@ def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
                 block.rollout_logps,
                 block.mask,
                 settings,
-                advantages=block.advantages[:, 0],
+                advantages=block.advantages,
                 turn_ids=block.turn,
                 rounding=block.rounding,
                 sum_over_ranks=sum_over_blocks,

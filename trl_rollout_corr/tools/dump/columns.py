@@ -8,9 +8,9 @@ from numpy.typing import DTypeLike
 
 
 # The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding`
-# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, and 6 `rounding_tv` and
-# `rounding_log_ratio`; the reader takes them all.
-FORMAT, VERSION = "trl_rollout_corr.dump", 6
+# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, 6 `rounding_tv` and
+# `rounding_log_ratio`, and 7 `advantages`; the reader takes them all.
+FORMAT, VERSION = "trl_rollout_corr.dump", 7
 
 
 class Column(NamedTuple):
@@ -62,5 +62,8 @@ COLUMNS = (
     # What rounding did to a probability, and to a log-ratio in nats, with `rollout_allow_rounding`
     Column("rounding_tv", pa.float32(), null=True),
     Column("rounding_log_ratio", pa.float32(), null=True),
+    Column(
+        "advantages", pa.float32(), per_token=True, null=True
+    ),  # if each token has its own; `advantage` is their mean
 )
 SCHEMA = pa.schema([(c.name, pa.list_(c.type) if c.per_token else c.type) for c in COLUMNS])

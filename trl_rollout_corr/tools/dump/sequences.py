@@ -96,6 +96,12 @@ class Sequences:
         return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
 
     @cached_property
+    def advantage_of_token(self) -> NDArray[np.float32]:
+        """Advantage of each token, which is that of its sequence unless the token has its own."""
+        of_row: NDArray[np.float32] = self.advantage[self.row]
+        return np.where(np.isnan(self.advantages), of_row, self.advantages)
+
+    @cached_property
     def turn(self) -> NDArray[np.int64]:
         """Turn of each token, counted over all sequences. By default a turn is a run of tokens of the loss."""
         first = self.starts[:-1][self.lengths > 0]

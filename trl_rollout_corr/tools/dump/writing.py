@@ -36,13 +36,20 @@ def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict
         "keep": corrected.correction.keep,
         "coefficients": corrected.coefficients,
         "reward": batch[REWARDS],
-        "advantage": advantages if advantages.dim() == 1 else advantages.mean(1),
+        "advantage": advantages if advantages.dim() == 1 else _mean_over(corrected.mask, advantages),
+        "advantages": advantages if advantages.shape == corrected.mask.shape else None,
         "staleness": corrected.ages,
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
         "padding": batch.get(PADDING),
         **_rounding_of(corrected),
     }
+
+
+def _mean_over(mask: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Mean advantage of each completion, `(B,)`, over its tokens of the loss, where each token has its own, `(B, T)`."""
+    of_loss = mask.bool()
+    return advantages.masked_fill(~of_loss, 0.0).sum(1) / of_loss.sum(1).clamp(min=1)
 
 
 def _rounding_of(corrected: CorrectedBatch) -> dict[str, torch.Tensor | None]:

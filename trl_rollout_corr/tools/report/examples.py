@@ -67,8 +67,8 @@ def choose_completions(sequences: Sequences, settings: Settings | None = None) -
     dump. `settings` names the rules that rejected tokens.
     """
     factor = np.nan_to_num(sequences.coefficients)
-    removed = sequences.sums(np.where(sequences.mask, np.clip(1.0 - factor, 0.0, None), 0.0))
-    removed = removed * np.abs(np.nan_to_num(sequences.advantage))
+    size = np.abs(np.nan_to_num(sequences.advantage_of_token))
+    removed = sequences.sums(np.where(sequences.mask, size * np.clip(1.0 - factor, 0.0, None), 0.0))
     most = np.argsort(-removed, kind="stable")[:_LOST_MOST]
     most = most[removed[most] > 0]
     others = sequences.represents & (sequences.sums(sequences.mask) > 0)
@@ -84,10 +84,10 @@ def choose_completions(sequences: Sequences, settings: Settings | None = None) -
 def effects_of(sequences: Sequences, row: int) -> np.ndarray:
     """The effect of the correction on each token of a sequence, keys of `EFFECTS`."""
     here = sequences.slice(row)
-    factor, idle = sequences.coefficients[here], sequences.advantage[row] == 0
+    factor, idle = sequences.coefficients[here], sequences.advantage_of_token[here] == 0
     effects = np.where(factor < _FULL[0], "reduced", np.where(factor > _FULL[1], "raised", "full"))
     effects = np.where(factor == 0, "gone", effects)
-    return np.where(sequences.mask[here], "idle" if idle else effects, "outside")
+    return np.where(sequences.mask[here], np.where(idle, "idle", effects), "outside")
 
 
 def reasons_of(sequences: Sequences, row: int, settings: Settings | None) -> list[str]:

@@ -136,7 +136,7 @@ def _worst(sequences: Sequences, i: int, times: int) -> Token:
 
 def find_lost(sequences: Sequences, settings: Settings | None) -> Lost:
     """Find the tokens that lose their gradient under the settings of a run."""
-    advantage = np.nan_to_num(sequences.advantage)[sequences.row]
+    advantage = np.nan_to_num(sequences.advantage_of_token)
     tables = [
         table
         for sign, of_sign in (("positive", advantage > 0), ("negative", advantage < 0))
