@@ -705,7 +705,7 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
     assert ["max_completion_length" in line for line in said] == [True] * bool(shares)
     if shares:
         assert (
-            f"one of this length keeps {shares} of its loss on average. Set `vllm_importance_sampling_mode`" in said[0]
+            f"one of this length keeps {shares} of its loss on average. Set `rollout_correction` to auto. It is" in said[0]
         )
     assert convert(text + "vllm_importance_sampling_mode: token_truncate\n")[1] == []
     off = "vllm_importance_sampling_correction: false\n"

@@ -62,6 +62,13 @@ def check_sampler(config: Any, settings: "Settings", kwargs: Mapping[str, Any], 
     engine_checks.check_sampler(config, settings, kwargs, truncates=truncates)
 
 
+def advice(settings: "Settings", fields: Mapping[str, Any]) -> str:
+    """What to set where the correction of a run takes much of its loss. `fields` are those of TRL."""
+    from .tools.decision import decide, in_words
+
+    return in_words(decide(settings, fields, is_harmed=True))
+
+
 def build_quantised(built: Callable[..., Any], of_trl: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
     """Build vLLM's engine with quantised weights."""
     from .tools import quantised_engine

@@ -3,7 +3,9 @@ What a configuration does to the loss of a run, where its fields do not say so: 
 that is off, a sampler of another distribution, and the length of completions.
 
 The trainers say it when the configuration is built, and so does `trl-rollout-corr check`, which builds it.
-`trl-rollout-corr convert` says it of the file that it translates. No torch.
+`trl-rollout-corr convert` says it of the file that it translates. What to set in place of a correction that takes much
+of the loss is no fact about the configuration: those who say it add the answer of
+[`~trl_rollout_corr.tools.decision`]. No torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +51,7 @@ class Effect(NamedTuple):
 
     field: str
     text: str
+    is_harm: bool = False  # True if the correction does it, and another one would not
 
 
 def effects(settings: Settings, fields: Mapping[str, Any]) -> list[Effect]:
@@ -168,31 +171,32 @@ def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
     if settings.by_trl and not fields.get("use_vllm", True):
         return
     bounding = settings.bounding
-    if bounding is None or bounding.level != "sequence" or not settings.applies_weights:
+    if bounding is None or bounding.level not in _PARTS or not settings.applies_weights:
         lost = ""
     else:
         lost = _lost_weight(bounding, length)
-    if lost:
-        yield Effect("max_completion_length", _begin(length) + _about_weights(settings, lost))
+    if bounding is not None and lost:
+        about = _about_weights(settings, _PARTS[bounding.level], lost)
+        yield Effect("max_completion_length", _begin(length) + about, is_harm=True)
     for criterion in settings.criteria:
         rejected = [1 - kept_share(criterion, gap, length) for gap in _GAPS]
-        if length >= _TRIAL and criterion.scope in _PASSES and min(rejected) > _MANY_REJECTED:
-            yield Effect("max_completion_length", _begin(length) + _about_rejection(criterion.name, rejected))
+        if length >= _TRIAL and min(rejected) > _MANY_REJECTED:
+            yield Effect("max_completion_length", _begin(length) + _about_rejection(criterion, rejected))
 
 
 def _begin(length: float) -> str:
     return f"Completions may get {length:,.0f} tokens long (`max_completion_length`)"
 
 
-def _about_weights(settings: Settings, lost: str) -> str:
+# What gets one weight, or is rejected as a whole. A turn is at most as long as its completion, and without tools it is one
+_PARTS = {"sequence": "completion", "seq": "completion", "turn": "turn"}
+
+
+def _about_weights(settings: Settings, part: str, lost: str) -> str:
+    which = "`rollout_is` gives"
     if settings.by_trl:
         which = "`sequence_mask`, the default of TRL's GRPO, gives" if _is_default(settings) else f"`{MODE}` gives"
-        remedy = f"Set `{MODE}` to token_truncate, or `rollout_correction` to auto."
-    else:
-        which, remedy = "`rollout_is` gives", "Set `rollout_is` to token."
-    return (
-        f", and {which} a completion one weight, the product of its tokens' ratios. {_BY_CALCULATION}, {lost} {remedy}"
-    )
+    return f", and {which} a {part} one weight, the product of its tokens' ratios. {_BY_CALCULATION}, {lost}"
 
 
 def _is_default(settings: Settings) -> bool:
@@ -247,31 +251,32 @@ def _between(lower: float, upper: float, mean: float, v: float) -> float:
     return max(high - low, 0.0)
 
 
-# Statistics of whole completions that depend on length: their mean and variance for a gap and a number of tokens
+# Statistics of completions or turns that depend on length: their mean and variance for a gap and a number of tokens
 _PASSES: dict[str, Callable[[float, float], tuple[float, float]]] = {
-    "seq_sum": lambda k3, length: (k3 * length, 2 * k3 * length),
-    "seq_mean": lambda k3, length: (k3, 2 * k3 / length),
+    "sum": lambda k3, length: (k3 * length, 2 * k3 * length),
+    "mean": lambda k3, length: (k3, 2 * k3 / length),
 }
 
 
 def kept_share(criterion: Criterion, k3: float, length: float) -> float:
     """
-    Share of completions of `length` tokens that a criterion on the product or the mean of their ratios keeps; 1 for
-    other criteria. As in [`mean_and_sample_size`].
+    Share of completions or turns of `length` tokens that a criterion on the product or the mean of their ratios keeps;
+    1 for other criteria. As in [`mean_and_sample_size`].
     """
-    if criterion.divergence != "k1" or criterion.scope not in _PASSES:
+    how = criterion.scope.rpartition("_")[2]
+    if criterion.divergence != "k1" or how not in _PASSES:
         return 1.0
-    mean, variance = _PASSES[criterion.scope](k3, length)  # of k1 = -log ratio
+    mean, variance = _PASSES[how](k3, length)  # of k1 = -log ratio
     distribution = NormalDist(mean, sqrt(variance))
     low = distribution.cdf(criterion.lower) if criterion.lower > -inf else 0.0
     high = distribution.cdf(criterion.upper) if criterion.upper < inf else 1.0
     return high - low
 
 
-def _about_rejection(name: str, rejected: list[float]) -> str:
+def _about_rejection(criterion: Criterion, rejected: list[float]) -> str:
     low, high = sorted(round(100 * share) for share in rejected)
     span = f"{low} %" if low == high else f"{low} to {high} %"
     return (
-        f". {_BY_CALCULATION}, `{name}` rejects {span} of the healthy completions of this length. Widen "
-        "`rollout_rs_threshold` (`trl-rollout-corr docs presets#bounds-from-the-spread`), or remove the criterion."
+        f". {_BY_CALCULATION}, `{criterion.name}` rejects {span} of the healthy {_PARTS[criterion.unit]}s of this length. "
+        "Widen `rollout_rs_threshold` (`trl-rollout-corr docs presets#bounds-from-the-spread`), or remove the criterion."
     )

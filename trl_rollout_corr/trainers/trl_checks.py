@@ -240,7 +240,8 @@ def warn_about_effects(config: Any, settings: Settings) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name.startswith(OF_TRL)}
     given = {name: x for name, x in vars(config).items() if name not in defaults or x != defaults[name]}
     for effect in effects(settings, given):
-        warn(effect.text, effect.field)
+        advice = f" {door.advice(settings, vars(config))}" if effect.is_harm else ""
+        warn(f"{effect.text}{advice}", effect.field)
 
 
 # In the order in which a user learns of them: refusals come first

@@ -15,9 +15,10 @@ from ...messages import SelfContainedError, SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.effects import OF_TRL, effects
 from ...settings.fields import FIELDS
-from ...settings.of_trl import given_to_trl
+from ...settings.of_trl import DEFAULTS_OF_TRL, given_to_trl
 from ...settings.presets import DEFAULT, VERL_PRESETS
 from ...settings.resolve import Settings, resolve
+from ..decision import decide, in_words
 from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
 from .skyrl import from_skyrl, is_skyrl
@@ -284,8 +285,10 @@ def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) ->
     default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
     asynchronous = not _OF_ASYNCHRONOUS.isdisjoint(of_trl)  # there TRL's loss has no weights
     settings = resolve(config._parsed, default, lambda: {} if asynchronous else from_trl(own))
-    for effect in effects(settings, {**of_trl, **fields}):
-        warn(effect.text, effect.field)
+    written = {**of_trl, **fields}
+    for effect in effects(settings, written):
+        decision = decide(settings, {**DEFAULTS_OF_TRL, "use_vllm": True, **written}, is_harmed=True)
+        warn(f"{effect.text} {in_words(decision)}" if effect.is_harm else effect.text, effect.field)
 
 
 def _with_plugin(text: str, node: yaml.Node | None) -> str:
