@@ -1,5 +1,6 @@
 """`trl-rollout-corr convert`: every configuration of verl's documents, and files of TRL and Axolotl."""
 
+import dataclasses
 import io
 import math
 import subprocess
@@ -11,10 +12,11 @@ import pytest
 import torch
 import yaml
 
-from tests.launching import ROOT, run
+import trl_rollout_corr
+from tests.launching import HAS_ASYNCHRONOUS, ROOT, run
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS
+from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS, LACKS
 from trl_rollout_corr.tools.translation.trl import from_trl
 from trl_rollout_corr.tools.translation.verl import from_verl
 
@@ -705,9 +707,13 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
     assert ["max_completion_length" in line for line in said] == [True] * bool(shares)
     if shares:
         assert (
-            f"one of this length keeps {shares} of its loss on average. Set `rollout_correction` to auto. It is" in said[0]
+            f"one of this length keeps {shares} of its loss on average. Set `rollout_correction` to auto. It is"
+            in said[0]
         )
+        assert "To keep TRL's loss, set `vllm_importance_sampling_mode` to token_truncate" in said[0]
     assert convert(text + "vllm_importance_sampling_mode: token_truncate\n")[1] == []
+    for of_other in ("reward_clip_range: [-1.0, 1.0]\n", "max_staleness: 4\n"):  # RLOO and asynchronous: no weights
+        assert convert(text + of_other)[1] == []
     off = "vllm_importance_sampling_correction: false\n"
     assert convert(text + off)[1] == []
     assert convert(output)[2] == output  # twice
@@ -782,6 +788,40 @@ def test_a_section_of_verl_in_a_file_of_trl_is_translated(convert, text):
         assert written["num_generations"] == 8
         assert any("`learning_rate` is '1e-6' in the file, and 2e-06" in line for line in said)
     assert any("replaces TRL's own" in line for line in said) == ("vllm_importance" in text)
+
+
+OTHER_TRAINERS = {
+    "rloo": ("normalize_advantages: true\n", {"delta", "loss_type", "scale_rewards"}),
+    "async_grpo": ("max_staleness: 4\n", {"delta", "loss_type", "scale_rewards", "beta", "num_iterations"}),
+}
+
+
+@pytest.mark.parametrize("trainer", OTHER_TRAINERS)
+def test_a_section_of_verl_gives_another_trainer_no_field_that_it_refuses(convert, trainer):
+    """`check` finds no mistake in the result: the configuration of the trainer takes each field."""
+    field, refused = OTHER_TRAINERS[trainer]
+    section = (
+        "algorithm: {norm_adv_by_std_in_grpo: true, rollout_correction: {rollout_is: token}}\n"
+        "actor_rollout_ref: {rollout: {n: 8, temperature: 0.9}, actor: {ppo_epochs: 2, clip_ratio_c: 3.0, "
+        "use_kl_loss: true, kl_loss_coef: 0.01, loss_agg_mode: token-mean}}\n"
+    )
+    written, said, _ = convert(field + section)
+    assert not written.keys() & refused
+    assert (written["num_generations"], written["temperature"]) == (8, 0.9)
+    assert len([line for line in said if "left out" in line]) >= 1
+    named = " ".join(said)
+    assert all(name in named for name in refused) or trainer == "rloo"
+    assert convert(section.replace("algorithm", "learning_rate: 1e-6\nalgorithm", 1))[0].keys() >= {"beta", "delta"}
+
+
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+def test_what_a_trainer_lacks_is_what_its_configuration_lacks():
+    trainers = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}
+    made = {field for field, _ in COUNTERPARTS.values() if field} | {"beta", "epsilon_high"}
+    made -= {"model_name_or_path"}  # of TRL's scripts
+    for trainer, name in trainers.items():
+        config = getattr(trl_rollout_corr, f"RolloutCorrected{name}Config")
+        assert {*LACKS[trainer]} == made - {field.name for field in dataclasses.fields(config)}, trainer
 
 
 AXOLOTL = """base_model: m  # a base

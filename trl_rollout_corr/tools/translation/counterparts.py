@@ -85,6 +85,12 @@ _IN_LOSS = ("actor.use_kl_loss", "actor.kl_loss_coef")
 _DIVERGENCES = ("actor.use_kl_loss", "algorithm.use_kl_in_reward")
 _COEFFICIENT = 0.001  # verl's default, and SkyRL's
 _ONLY_GRPO = ("delta", "loss_type", "scale_rewards")
+# Fields in this table that the configuration of a trainer lacks, and so refuses
+LACKS: Mapping[str, tuple[str, ...]] = {
+    "grpo": (),
+    "rloo": _ONLY_GRPO,
+    "async_grpo": (*_ONLY_GRPO, "beta", "num_iterations", "vllm_max_model_length", "vllm_tensor_parallel_size"),
+}
 # Values at which a setting means what TRL does without it
 _AS_TRL: dict[str, tuple[object, ...]] = {
     "rollout.logprobs_mode": ("processed_logprobs",),
@@ -123,14 +129,19 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
-def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
-    """TRL's fields for settings of verl outside rollout correction. Warns where no counterpart is exact."""
+def to_trl(settings: Mapping[str, object], trainer: str = "grpo") -> dict[str, object]:
+    """
+    TRL's fields for settings of verl outside rollout correction, which a trainer takes: GRPO's or RLOO's, as the
+    estimator says, or another `trainer`. Warns where no counterpart is exact.
+    """
     known = {
         name: key
         for name, value in settings.items()
         if (key := counterpart(name)) and value not in (None, "null", {}, *_AS_TRL.get(key, ()))
     }
-    rloo = any(key == "algorithm.adv_estimator" and settings[name] == "rloo" for name, key in known.items())
+    rloo = trainer == "rloo" or any(
+        key == "algorithm.adv_estimator" and settings[name] == "rloo" for name, key in known.items()
+    )
     trl, answered = _divergence(settings, known, rloo)
     left_out: dict[str, list[str]] = {}
     for name, key in known.items():
@@ -148,6 +159,8 @@ def to_trl(settings: Mapping[str, object]) -> dict[str, object]:
         trl[field] = read
     if "epsilon" in trl:
         trl.setdefault("epsilon_high", 0.2)  # verl's default; TRL's is `epsilon`
+    for field in [field for field in trl if field in LACKS[trainer]]:
+        warn(f"`{field}: {trl.pop(field)}` is left out: the trainer of this file has no such field.", field)
     for note, names in left_out.items():
         _warn_about(names, note)
     _warn_about_unknown(settings)

@@ -51,6 +51,8 @@ _OF_TRL = {
     "use_vllm",
     "vllm_mode",
 }
+# Names that only one of TRL's other trainers has
+_OF_RLOO = {"normalize_advantages", "reward_clip_range"}
 _OF_ASYNCHRONOUS = {
     "max_inflight_tasks",
     "max_staleness",
@@ -158,7 +160,9 @@ def convert(arguments: list[str]) -> str:
         content, node = read_document(text)
         if isinstance(content, Mapping):
             of_trl = content["trl"] if isinstance(content.get("trl"), Mapping) else content
-            if content.keys() & _OF_TRL or any(str(key).startswith(OF_TRL) for key in of_trl):
+            if content.keys() & (_OF_TRL | _OF_RLOO | _OF_ASYNCHRONOUS) or any(
+                str(key).startswith(OF_TRL) for key in of_trl
+            ):
                 return _convert_trl(text, content, node, of_trl)
         return _convert_settings(dict(_leaves(content)), _ONLY_VERL)
     settings, options = _read_overrides(arguments)
@@ -224,6 +228,13 @@ def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, 
     return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
 
 
+def _trainer_of(of_trl: Mapping[str, Any]) -> str:
+    """The trainer whose configuration takes these fields of TRL: GRPO's, unless only another one takes a field."""
+    if not _OF_ASYNCHRONOUS.isdisjoint(of_trl):
+        return "async_grpo"
+    return "grpo" if _OF_RLOO.isdisjoint(of_trl) else "rloo"
+
+
 def _sections_beside(content: Mapping[str, Any]) -> list[str]:
     """Names of the sections of verl or SkyRL in a file of TRL that have settings of a correction."""
     found = []
@@ -242,7 +253,7 @@ def _translate(sections: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[di
     """
     settings = dict(_leaves(sections))
     fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, _ONLY_VERL)
-    added = to_trl(others)
+    added = to_trl(others, _trainer_of(kept))
     for name in added.keys() & kept.keys():
         value = added.pop(name)
         if value != kept[name]:
@@ -283,8 +294,8 @@ def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) ->
         config = RolloutCorrectionConfig(**fields)
     own = {key: value for key, value in of_trl.items() if key in TRL_KEYS}
     default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
-    asynchronous = not _OF_ASYNCHRONOUS.isdisjoint(of_trl)  # there TRL's loss has no weights
-    settings = resolve(config._parsed, default, lambda: {} if asynchronous else from_trl(own))
+    is_grpo = _trainer_of(of_trl) == "grpo"  # TRL's other losses have no weights
+    settings = resolve(config._parsed, default, lambda: from_trl(own) if is_grpo else {})
     written = {**of_trl, **fields}
     for effect in effects(settings, written):
         decision = decide(settings, {**DEFAULTS_OF_TRL, "use_vllm": True, **written}, is_harmed=True)
