@@ -27,7 +27,7 @@ from tests.training import (
     said_of_pushes,
     saying,
 )
-from trl_rollout_corr.tools.arrival import scoring_sampler
+from trl_rollout_corr.tools.arrival import engine, scoring_sampler
 from trl_rollout_corr.tools.arrival.adapters import MergedWeights
 from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, is_due
 from trl_rollout_corr.tools.diagnosis import read_tokens
@@ -80,6 +80,31 @@ def test_a_run_is_the_same_bit_for_bit_with_and_without_it(make):
             forwards.append(count["forwards"])
     assert runs[0] == runs[1]
     assert forwards[0] - forwards[1] == SURE * MOST + FEW
+
+
+@pytest.mark.vllm
+def test_a_score_makes_vllm_compute_the_logits_of_few_tokens_at_once(make, monkeypatch):
+    """vLLM has the logits of all tokens that it reads in a step, twice and for the whole vocabulary."""
+    monkeypatch.setattr(engine, "AT_ONCE", 5)
+    trainer = make(max_steps=2, max_completion_length=16)
+    model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.get_model()
+    compute_logits, score, at_once, texts = model.compute_logits, scoring_sampler.score_in_process, [], []
+
+    def noting(hidden, *args, **kwargs):
+        at_once[-1].append(len(hidden))
+        return compute_logits(hidden, *args, **kwargs)
+
+    def scoring(generation, asked):
+        at_once.append([])
+        texts.extend(asked)
+        with patch.object(model, "compute_logits", noting):
+            return score(generation, asked)
+
+    monkeypatch.setattr(scoring_sampler, "score_in_process", scoring)
+    fresh, _ = numbers(trainer)
+    assert max(fresh) < 1e-8
+    assert max(map(len, texts)) > 5
+    assert {max(of_look) for of_look in at_once} == {5}
 
 
 def test_scores_come_after_odd_and_even_pushes():

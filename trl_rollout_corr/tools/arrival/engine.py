@@ -1,8 +1,15 @@
 """A colocated vLLM that scores texts, and that tells what it takes from its cache of prefixes."""
 
 from collections.abc import Callable
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce, wraps
 from typing import Any
+from unittest.mock import patch
+
+
+# Tokens that vLLM reads at once while it scores a text. It computes the logits of all of them, in
+# float32 and twice, and no training step has those of a long completion
+AT_ONCE = 64
 
 
 def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
@@ -59,8 +66,21 @@ def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float
     # from reading this prompt
     prompts = [{"prompt_token_ids": text, "cache_salt": "scored once more"} for text in texts]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    outputs = llm.generate(prompts, sampling_params=params, use_tqdm=False)
+    with in_slices(llm):
+        outputs = llm.generate(prompts, sampling_params=params, use_tqdm=False)
     return [
         [places[token].logprob for token, places in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
         for text, output in zip(texts, outputs, strict=True)
     ]
+
+
+def in_slices(llm: Any) -> AbstractContextManager[Any]:
+    """
+    Context in which a colocated vLLM reads at most `AT_ONCE` tokens in a step, if it may read a prompt in parts.
+    """
+    path = ("llm_engine", "engine_core", "engine_core", "scheduler")
+    scheduler = reduce(lambda part, name: getattr(part, name, None), path, llm)
+    in_a_step = getattr(scheduler, "max_num_scheduled_tokens", 0)
+    if in_a_step <= AT_ONCE or not scheduler.scheduler_config.enable_chunked_prefill:
+        return nullcontext()
+    return patch.object(scheduler, "max_num_scheduled_tokens", AT_ONCE)
