@@ -192,6 +192,14 @@ def test_compare_says_that_a_log_holds_no_completions(name, tmp_path, capsys):
     assert "is a log, and `compare` needs the completions of a dump" in capsys.readouterr().err
 
 
+def test_compare_says_so_of_the_folder_of_a_run_of_trl(tmp_path, capsys):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": ENTRIES}))
+    assert main(["compare", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "this folder contains a log and no dump, and `compare` needs the completions of a dump" in said
+    assert "`trl-rollout-corr diagnose` and `report` read the log" in said
+
+
 def test_a_dump_comes_before_the_logs_beside_it(tmp_path, capsys):
     folder = make_dump(tmp_path / "run" / "dump", steps=1).parent
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": ENTRIES}))

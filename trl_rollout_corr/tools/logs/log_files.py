@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..dump.claims import find_dump
 from ..dump.columns import FORMAT
 from ..dump.folder import log_entries
 from ..monitor.history import WITHOUT_METRICS, as_logged, is_window
@@ -82,10 +83,12 @@ def is_log(path: Path) -> bool:
 def refuse_log(source: str) -> None:
     """Raise a `ValueError` of one line for a log where the completions of a dump are needed."""
     path, _ = split_source(source)
-    if path.is_file() and is_log(path):
+    only_logs = path.is_dir() and find_dump(path) is None and bool(logs_of(path))
+    if only_logs or (path.is_file() and is_log(path)):
+        what = "this folder contains a log and no dump" if only_logs else f"{path.name} is a log"
         raise ValueError(
-            f"{path.name} is a log, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train "
-            "a few steps. `trl-rollout-corr diagnose` and `report` read the log"
+            f"{what}, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train a few steps with a "
+            "trainer of this package. `trl-rollout-corr diagnose` and `report` read the log"
         )
 
 
