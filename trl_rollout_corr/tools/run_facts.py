@@ -16,6 +16,12 @@ def known_age(oldest: float | None, step: int) -> float | None:
     return None if oldest is None or (oldest < 1 and step <= 1) else oldest
 
 
+def iterations_of(fields: Mapping[str, Any]) -> int:
+    """How often a run trains on a batch: TRL's `num_iterations`, 1 if unknown."""
+    number = fields.get("num_iterations")
+    return number if isinstance(number, int) else 1
+
+
 def samples_with_8_bits(settings: Settings | None) -> bool:
     """True if `rollout_engine_kwargs` makes vLLM round weights to 8 bits, and none to fewer."""
     engine = (settings.rollout_engine_kwargs if settings else None) or {}

@@ -9,7 +9,7 @@ gap. `ranking` searches, and `text` writes the answer. For a run without a dump,
 trainer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
 from ..monitor.stock import value_of
+from ..run_facts import iterations_of
 from . import trl_log
 from .observed import DumpedTokens
 from .ranking import Diagnosis, Finding, diagnose
@@ -141,12 +142,6 @@ def _texts_off(logs: list[dict[str, Any]], last: int) -> tuple[float, float] | N
         if off is not None and n is not None and entry["step"] <= last:
             found = off, n
     return found
-
-
-def iterations_of(settings: Mapping[str, object]) -> int:
-    """TRL's `num_iterations` of the run that wrote a dump: how often it trained on a batch."""
-    number = settings.get("num_iterations")
-    return number if isinstance(number, int) else 1
 
 
 def _rates(logs: list[dict[str, Any]]) -> list[tuple[int, float]]:

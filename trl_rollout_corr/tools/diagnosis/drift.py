@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..run_facts import iterations_of
 from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, rms, spearman
 from .growth import (
     CHANCE,
@@ -88,7 +89,7 @@ def recorded(o: DumpedTokens) -> Evidence | None:
     were new.
     """
     present = o.lengths > 0
-    again = o.used_before > (_iterations(o) - 1)
+    again = o.used_before > (iterations_of(o.fields) - 1)
     part = mean(again[present])
     ages = np.nan_to_num(o.staleness[present])
     announced = spearman(o.used_before[present].astype(float), ages) > HALF
@@ -104,12 +105,6 @@ def recorded(o: DumpedTokens) -> Evidence | None:
     grows = numbers["later"] > GROWTH**0.5 * numbers["first"]
     share = bounded(1 - (numbers["first"] / max(rms(o.d[o.core]), 1e-12)) ** 2)
     return Evidence(part, share if grows else 1.0, numbers, sentence, most=0.99 if grows else POSSIBLE)
-
-
-def _iterations(o: DumpedTokens) -> int:
-    """How often a run trains on a batch: TRL's `num_iterations`."""
-    number = o.fields.get("num_iterations")
-    return number if isinstance(number, int) else 1
 
 
 def own_updates(o: DumpedTokens) -> Evidence | None:

@@ -8,7 +8,7 @@ import pandas as pd
 from ...messages import PREFIX
 from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
-from ..diagnosis import Diagnosis, diagnose, iterations_of, observe_dump
+from ..diagnosis import Diagnosis, diagnose, observe_dump
 from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, suspicions
 from ..dump.in_effect import settings_of_run
 from ..formats import number, steps
@@ -18,6 +18,7 @@ from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
+from ..run_facts import iterations_of
 
 
 # Metrics with a healthy band in a box or a chart
