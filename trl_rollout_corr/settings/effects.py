@@ -277,6 +277,7 @@ def _about_rejection(criterion: Criterion, rejected: list[float]) -> str:
     low, high = sorted(round(100 * share) for share in rejected)
     span = f"{low} %" if low == high else f"{low} to {high} %"
     return (
-        f". {_BY_CALCULATION}, `{criterion.name}` rejects {span} of the healthy {_PARTS[criterion.unit]}s of this length. "
-        "Widen `rollout_rs_threshold` (`trl-rollout-corr docs presets#bounds-from-the-spread`), or remove the criterion."
+        f". {_BY_CALCULATION}, `{criterion.name}` rejects {span} of the healthy {_PARTS[criterion.unit]}s of this "
+        "length. Widen `rollout_rs_threshold` (`trl-rollout-corr docs presets#bounds-from-the-spread`), or remove the "
+        "criterion."
     )

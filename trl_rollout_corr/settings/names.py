@@ -8,7 +8,10 @@ from .of_trl import DEFAULTS_OF_TRL
 
 
 _RATIO_CAP = "Write `rollout_is: token`, and the number as `rollout_is_threshold`."
-_VETO = "Write `rollout_rs: [seq_max_k1]` and `rollout_rs_threshold: [[0.0001, inf]]`, with your number as the lower bound."
+_VETO = (
+    "Write `rollout_rs: [seq_max_k1]` and `rollout_rs_threshold: [[0.0001, inf]]`, with your number as the lower "
+    "bound."
+)
 _PURE_IS = "Write `bypass_mode: true` and `rollout_loss_type: reinforce`."
 # Replacements for names of other systems that are no fields here, although similar names are
 INSTEAD = {
@@ -25,7 +28,8 @@ INSTEAD = {
     "imp_ratio_cap": _RATIO_CAP,
     "use_tis": _RATIO_CAP,
     "loss_type": "Of TRL's trainers, only GRPO has it. The loss of `bypass_mode` is `rollout_loss_type`.",
-    "use_vllm": "It is a field for GRPO and RLOO. An asynchronous run always samples with a vLLM server, so remove it there.",
+    "use_vllm": "It is a field for GRPO and RLOO. An asynchronous run always samples with a vLLM server, so remove "
+    "it there.",
 }
 
 

@@ -156,7 +156,10 @@ def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) ->
     if len(entries) == 1 < len(criteria):
         entries = entries * len(criteria)
     if len(entries) != len(criteria):
-        allowed = f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for all"
+        allowed = (
+            f"one entry for each of the {len(criteria)} criteria in `rollout_rs` ({', '.join(criteria)}), or one for "
+            "all"
+        )
         raise SettingError(_REJECTION, value, f"{len(entries)} entries", allowed)
     return [_parse_entry(entry, name) for entry, name in zip(entries, criteria, strict=True)]
 
@@ -172,7 +175,10 @@ def _parse_entry(entry: Any, name: str) -> Bounds:
     if name.endswith("k1") and isinstance(entry, list):
         return _parse_pair(entry, _REJECTION, part)
     if isinstance(entry, list):
-        remedy = "A pair [lower, upper] is for k1 criteria; `token_tv` and `token_kl` have one for the signs of the advantage."
+        remedy = (
+            "A pair [lower, upper] is for k1 criteria; `token_tv` and `token_kl` have one for the signs of the "
+            "advantage."
+        )
         raise SettingError(_REJECTION, entry, allowed="one upper bound", remedy=remedy, part=part)
     upper = parse_number(entry, _REJECTION, part)
     if not name.endswith("k1"):

@@ -171,7 +171,10 @@ def head(o: DumpedTokens) -> Evidence | None:
     gap = rms(o.d[o.core])
     if floor is None or gap > LARGE or o.coarser:
         return None
-    sentence = "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence alone"
+    sentence = (
+        "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence "
+        "alone"
+    )
     return Evidence(1 - floor, 1.0, {"gap": gap, "floor": floor}, sentence)
 
 

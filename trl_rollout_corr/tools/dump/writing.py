@@ -169,7 +169,10 @@ class SequenceDump(Watcher):
         self.offered, self.n_batches, self.gave_up = [], 0, False  # what an interrupted run left behind
         self.next_step = state.global_step + self.settings.rollout_dump_steps
         if self.next_step > state.max_steps:
-            reason = f"the run ends at step {state.max_steps} and begins at step {state.global_step}, so no sequence is dumped"
+            reason = (
+                f"the run ends at step {state.max_steps} and begins at step {state.global_step}, so no sequence is "
+                "dumped"
+            )
             warn_idle("rollout_dump_steps", self.settings.rollout_dump_steps, reason)
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         # the folder of a local model means nothing on other machines

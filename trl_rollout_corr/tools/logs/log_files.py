@@ -87,8 +87,8 @@ def refuse_log(source: str) -> None:
     if only_logs or (path.is_file() and is_log(path)):
         what = "this folder contains a log and no dump" if only_logs else f"{path.name} is a log"
         raise ValueError(
-            f"{what}, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train a few steps with a "
-            "trainer of this package. `trl-rollout-corr diagnose` and `report` read the log"
+            f"{what}, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train a few steps "
+            "with a trainer of this package. `trl-rollout-corr diagnose` and `report` read the log"
         )
 
 

@@ -17,7 +17,10 @@ from ..formats import write_whole
 PAUSE = 5.0  # seconds between two pages
 _SHARE = 4  # the pause is at least this many times the time to build a page
 _HEAD = '<head>\n<meta http-equiv="refresh" content="5">'
-_EMPTY = "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<title>Rollout report</title>\n</head>\n<body><p>{}</p></body>\n</html>\n"
+_EMPTY = (
+    "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<title>Rollout "
+    "report</title>\n</head>\n<body><p>{}</p></body>\n</html>\n"
+)
 
 
 def follow(build: Callable[[], str], output: Path, subject: str) -> str:
