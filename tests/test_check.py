@@ -4,11 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
+import torch
 
 from tests.launching import HAS_ASYNCHRONOUS, ROOT, clean_environment
+from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.correction.functional import bound_weights
+from trl_rollout_corr.settings.effects import mean_and_sample_size
 
 
 @pytest.fixture
@@ -277,3 +282,35 @@ def test_without_a_file_it_tells_versions_and_cuda(capsys):
 def test_the_command_alone_prints_the_help(capsys):
     assert main([]) == 0
     assert capsys.readouterr().out.startswith("usage: trl-rollout-corr")
+
+
+# What length does, by calculation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 100, 1000])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_is_threshold": 2.0},
+        {"rollout_is_threshold": [0.5, 5.0]},
+        {"rollout_is_threshold": [0.5, 5.0], "rollout_is_clamp": True},
+        {"rollout_is_threshold": [0.0, 3.0]},
+    ],
+)
+def test_the_calculated_weights_are_those_of_normal_log_ratios(fields, length):
+    """Against the weights at evenly spaced quantiles of the logarithm of the product."""
+    settings = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs=None, **fields).settings
+    bounding, variance = settings.bounding, 2 * 0.002 * length
+    n = 20_000
+    of_product = NormalDist(-variance / 2, variance**0.5)
+    log_ratio = torch.tensor([of_product.inv_cdf((i + 0.5) / n) for i in range(n)], dtype=torch.float64)[:, None]
+    weights = bound_weights(
+        log_ratio.exp(),
+        torch.ones_like(log_ratio),
+        lower=bounding.lower,
+        upper=bounding.upper,
+        clamp=bounding.clamps,
+    )
+    mean, size = mean_and_sample_size(bounding, 0.002, length)
+    assert mean == pytest.approx(weights.mean().item(), rel=2e-3)
+    assert size == pytest.approx((weights.mean() ** 2 / weights.square().mean()).item(), rel=2e-3)

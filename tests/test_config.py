@@ -192,6 +192,11 @@ def test_settings_in_effect_come_back_from_a_dump_as_they_are(name, tmp_path):
     assert len({*map(str, found.values())}) > len(PRESETS)
 
 
+def test_what_to_do_with_broken_tokens_may_be_set_beside_the_correction_of_trl():
+    assert settings(rollout_correction="trl").rollout_nan_policy == "neutralize"  # as TRL does
+    assert settings(rollout_correction="trl", rollout_nan_policy="raise").rollout_nan_policy == "raise"
+
+
 def test_a_dump_may_name_a_part_of_its_settings(tmp_path):
     for fields in ({}, {"rollout_correction": "trl"}, {"rollout_correction": "auto", "rollout_is": "token"}):
         assert read_settings(fields, "") == settings(**fields)
@@ -208,6 +213,8 @@ def test_a_dump_may_name_a_part_of_its_settings(tmp_path):
     assert read_settings({**decided, "in_effect": False}, "").bounding == settings(rollout_correction="auto").bounding
     older = {key: value for key, value in written.items() if key != "rollout_diagnose"}
     assert read_settings(older, "") == settings(rollout_correction="auto")
+    stopped = {**written, "rollout_monitor": "stop"}  # of an earlier release
+    assert read_settings(stopped, "") == settings(rollout_correction="auto")
     given = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
     assert read_settings(given, "") == settings()  # of a configuration, not of a run
     for name, value in [("rollout_is", 3), ("rollout_rs_threshold", [2.0]), ("rollout_magic", 1)]:
