@@ -13,7 +13,7 @@ from tests.launching import HAS_ASYNCHRONOUS, ROOT, clean_environment
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.functional import bound_weights
-from trl_rollout_corr.settings.effects import mean_and_sample_size
+from trl_rollout_corr.settings.effects import effects, mean_and_sample_size
 
 
 @pytest.fixture
@@ -314,3 +314,18 @@ def test_the_calculated_weights_are_those_of_normal_log_ratios(fields, length):
     mean, size = mean_and_sample_size(bounding, 0.002, length)
     assert mean == pytest.approx(weights.mean().item(), rel=2e-3)
     assert size == pytest.approx((weights.mean() ** 2 / weights.square().mean()).item(), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "of its loss on average"),
+        ({"rollout_is_batch_normalize": True}, "tell no more than"),  # their mean is 1, but few of them count
+        ({"rollout_correction": None, "bypass_mode": True, "rollout_loss_type": "ppo_clip"}, ""),  # only reported
+    ],
+)
+def test_length_takes_the_loss_of_weights_that_act(fields, told):
+    of_sequences = {"rollout_is": "sequence", "rollout_is_threshold": [0.0, 3.0], "rollout_rs": None}
+    settings = RolloutCorrectionConfig(**of_sequences, **fields).settings
+    found = [effect.text for effect in effects(settings, {"max_completion_length": 2000})]
+    assert ([told in text for text in found] == [True]) if told else found == []
