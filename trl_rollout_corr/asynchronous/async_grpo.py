@@ -1,13 +1,12 @@
 """
 Asynchronous GRPO with rollout correction.
 
-TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities,
-runs the model once, and combines the three. Here it gets placeholders
-([`~trl_rollout_corr.asynchronous.placeholders.Placeholder`]), which are filled after the forward
-pass. So the correction knows the log-probabilities of the policy without another forward pass.
+TRL's loss takes two tensors out of the batch, the advantages and the sampler's log-probabilities, runs the model once,
+and combines the three. Here it gets placeholders ([`~trl_rollout_corr.asynchronous.placeholders.Placeholder`]), which
+are filled after the forward pass. So the correction knows the log-probabilities of the policy without another forward
+pass.
 
-`B` completions of this rank's row, `T` tokens from the first of the loss to the last of a
-completion.
+`B` completions of this rank's row, `T` tokens from the first of the loss to the last of a completion.
 """
 
 import math
@@ -66,18 +65,16 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, As
 
 class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     r"""
-    TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between
-    vLLM and the trainer.
+    TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between vLLM and the
+    trainer.
 
-    The trainer takes the arguments of `AsyncGRPOTrainer`, with a
-    [`RolloutCorrectedAsyncGRPOConfig`] as `args`. With `rollout_metrics_only=True`, or with neither
-    weights nor rejection nor bypass, losses and gradients are TRL's, bit for bit: PPO clipped
-    around the sampler, which is `bypass_ppo_clip` without the bound of `rollout_clip_ratio_c`.
+    The trainer takes the arguments of `AsyncGRPOTrainer`, with a [`RolloutCorrectedAsyncGRPOConfig`] as `args`. With
+    `rollout_metrics_only=True`, or with neither weights nor rejection nor bypass, losses and gradients are TRL's, bit
+    for bit: PPO clipped around the sampler, which is `bypass_ppo_clip` without the bound of `rollout_clip_ratio_c`.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks,
-    monitor, dump), `compute_loss` (the correction), `get_train_dataloader` (age and reward of each
-    sample), `_sync_weight` (optimizer step of each version of the weights), `train` and `log`
-    ([`~trl_rollout_corr.trainers.batches.CorrectsBatches`]).
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
+    `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer
+    step of each version of the weights), `train` and `log` ([`~trl_rollout_corr.trainers.batches.CorrectsBatches`]).
 
     TRL's trainer needs GPUs. `examples/async_on_cpu.py` shows what it takes to run on a CPU.
 
@@ -105,8 +102,7 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
     """
 
     rollout_step: int | None = None
-    # Defaults, as in `RolloutCorrectionMixin`: TRL's own tests call methods of a trainer that was
-    # never initialised
+    # Defaults, as in `RolloutCorrectionMixin`: TRL's own tests call methods of a trainer that was never initialised
     _watched_queue: WatchedQueue | None = None  # on the main process
     _server_checked = False
 
@@ -188,9 +184,9 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
         )
         if policy.forwards != 1 or not all(x.was_taken for x in placeholders.values()):
             raise RuntimeError(
-                f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times instead of once, or did not "
-                "take `advantages` and `old_log_probs` out of the batch before. Install the version of "
-                "trl that this release was tested with."
+                f"The loss of `{type(self).__name__}` ran the policy {policy.forwards} times instead of once, or did "
+                "not take `advantages` and `old_log_probs` out of the batch before. Install the version of trl that "
+                "this release was tested with."
             )
         return loss
 
@@ -245,8 +241,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
-        # A sample is visited once. In decoupled mode the old policy is therefore the current one,
-        # and the ratio of PPO is 1.
+        # A sample is visited once. In decoupled mode the old policy is therefore the current one, and the ratio of PPO
+        # is 1.
         self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
         corrected = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
         anchor = current

@@ -188,7 +188,8 @@ def _begin(length: float) -> str:
     return f"Completions may get {length:,.0f} tokens long (`max_completion_length`)"
 
 
-# What gets one weight, or is rejected as a whole. A turn is at most as long as its completion, and without tools it is one
+# What gets one weight, or is rejected as a whole. A turn is at most as long as its completion, and without tools it is
+# one
 _PARTS = {"sequence": "completion", "seq": "completion", "turn": "turn"}
 
 

@@ -5,8 +5,8 @@ ROLLOUT_LOGPS = "sampling_per_token_logps"  # (B, T), under the policy that samp
 # (B, T), the same as TRL made it, with -9999 for minus infinity, for what TRL's loss reads
 LOGPS_OF_TRL = "rollout_corr_logps_of_trl"
 COEFFICIENTS = "rollout_corr_coefficients"  # (B, T), factor of the policy gradient, if known at generation
-# Values of the first visit, for later ones (`num_iterations`). They are filled in place, because
-# TRL may copy the dictionary
+# Values of the first visit, for later ones (`num_iterations`). They are filled in place, because TRL may copy the
+# dictionary
 VISITED = "rollout_corr_visited"  # (B,), on the CPU, so that nothing waits for the device
 FIRST_LOGPS = "rollout_corr_first_logps"  # (B, T)
 FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)

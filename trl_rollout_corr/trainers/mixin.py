@@ -1,15 +1,14 @@
 """
 The seam into TRL, shared by the trainers of GRPO and RLOO.
 
-TRL's trainers call one method for every forward pass, `_get_per_token_logps_and_entropies`. The
-mixin overrides it, and asks the current pass what to do
-([`~trl_rollout_corr.trainers.forward_pass`]):
+TRL's trainers call one method for every forward pass, `_get_per_token_logps_and_entropies`. The mixin overrides it,
+and asks the current pass what to do ([`~trl_rollout_corr.trainers.forward_pass`]):
 
-- *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current
-  policy before TRL does. TRL reads the anchor of the ratio and the advantages only afterwards, so a
-  correction needs no forward pass of its own;
-- *while scoring*, TRL's first call computes the log-probabilities of the *old* policy. If they are
-  not needed, the call returns without a forward pass.
+- *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current policy before TRL does.
+  TRL reads the anchor of the ratio and the advantages only afterwards, so a correction needs no forward pass of its
+  own;
+- *while scoring*, TRL's first call computes the log-probabilities of the *old* policy. If they are not needed, the
+  call returns without a forward pass.
 
 `B` completions, `T` completion tokens.
 """
@@ -55,36 +54,33 @@ class RolloutCorrectionMixin(CorrectsBatches):
     """
     Rollout correction for a trainer of TRL. List it before the trainer among the bases.
 
-    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks),
-    `_generate` and `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old
-    pass is skipped if it is not needed), `_calculate_rewards` (completions rejected before the
-    baseline), `_get_per_token_logps_and_entropies` and `compute_loss` (the correction), and
-    `training_step` (the end of replays). [`~trl_rollout_corr.trainers.batches.CorrectsBatches`]
-    overrides `train` and `log`.
+    Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks), `_generate` and
+    `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
+    `_calculate_rewards` (completions rejected before the baseline), `_get_per_token_logps_and_entropies` and
+    `compute_loss` (the correction), and `training_step` (the end of replays).
+    [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] overrides `train` and `log`.
 
-    A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`,
-    `_anchor_key` (key of the log-probabilities in the denominator of TRL's ratio), `_enter_loss`,
-    and `_asking_for_old_pass`.
+    A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of
+    the log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
 
     Attributes:
         rollout_step (`int`, *optional*):
-            Optimizer step of the sampler's weights. A push to vLLM sets it. A `rollout_func` or a
-            sampler with other weights must set it to the step of its weights.
+            Optimizer step of the sampler's weights. A push to vLLM sets it. A `rollout_func` or a sampler with other
+            weights must set it to the step of its weights.
     """
 
     _anchor_key: str
 
     rollout_step: int | None = None
-    # TRL's own tests call methods of a trainer that was never initialised. So state gets a default
-    # here, except what no method can do without: the settings, the observer, the pushes and the
-    # visits.
+    # TRL's own tests call methods of a trainer that was never initialised. So state gets a default here, except what
+    # no method can do without: the settings, the observer, the pushes and the visits.
     _pass = ForwardPass()  # the current forward pass
     _replays: Any = Replay()  # of the sampler's choices
     _generated_step = 0  # optimizer steps made when the batch was generated
     _other_prompts = False  # True once vLLM read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
-    # True if every sample is visited before the first optimizer step after its generation: the
-    # policy of the first visit is then the old policy
+    # True if every sample is visited before the first optimizer step after its generation: the policy of the first
+    # visit is then the old policy
     _visited_before_update = False
 
     def __init__(
@@ -124,8 +120,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         if not self.use_vllm:
             other = ", pass a `rollout_func` that returns `logprobs`" if hasattr(self, "rollout_func") else ""
             raise ValueError(
-                "`use_vllm` is False, so the sampler gives no log-probabilities, which the correction and its metrics need. "
-                f"Set `use_vllm=True`{other}, or use `{self._trl_class.__name__}`."
+                "`use_vllm` is False, so the sampler gives no log-probabilities, which the correction and its metrics "
+                f"need. Set `use_vllm=True`{other}, or use `{self._trl_class.__name__}`."
             )
 
     def keep_routes(self, tokens: Sequence[int], experts: Any) -> None:
@@ -279,8 +275,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
         *args: object,
         **kwargs: object,
     ) -> torch.Tensor:
-        # The batch of a pass in the loss lacks advantages until `_correct` puts them back. If TRL
-        # read them earlier, its loss would not be corrected, so `LossInputs` raises an error.
+        # The batch of a pass in the loss lacks advantages until `_correct` puts them back. If TRL read them earlier,
+        # its loss would not be corrected, so `LossInputs` raises an error.
         count = partial(self._observer.add, self._now.mode)
         loss_pass = LossPass(self._bare(model), inputs, self._loss_mask(inputs), self._correct, self._bare, count)
         if LOGPS_OF_TRL in inputs:
@@ -315,9 +311,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
         """
         Correct a micro-batch on the way from the model to TRL's loss.
 
-        `logps`, `(B, T)` with gradient, come from the current policy. The tensors of the batch keep
-        results of the first visit; `loss_pass.inputs`, the batch for TRL's loss, is changed in
-        place. Returns the log-probabilities for TRL's loss, `(B, T)`.
+        `logps`, `(B, T)` with gradient, come from the current policy. The tensors of the batch keep results of the
+        first visit; `loss_pass.inputs`, the batch for TRL's loss, is changed in place. Returns the log-probabilities
+        for TRL's loss, `(B, T)`.
         """
         batch, inputs, current = loss_pass.batch, loss_pass.inputs, logps.detach()
         inputs["advantages"] = batch["advantages"]
@@ -376,10 +372,10 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._first_visits += 1
         if self._first_visits > self.args.steps_per_generation:
             raise RuntimeError(
-                "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors of the "
-                "batch are copied before each visit, and the first visit filled a copy. In "
-                "`_prepare_inputs` or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them "
-                "once for all iterations."
+                "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors "
+                "of the batch are copied before each visit, and the first visit filled a copy. In `_prepare_inputs` "
+                "or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them once for "
+                "all iterations."
             )
         batch[VISITED].fill_(True)
         batch[FIRST_LOGPS].copy_(current)

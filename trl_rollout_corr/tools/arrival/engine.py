@@ -7,19 +7,19 @@ from typing import Any
 from unittest.mock import patch
 
 
-# Tokens that vLLM reads at once while it scores a text. It computes the logits of all of them, in
-# float32 and twice, and no training step has those of a long completion
+# Tokens that vLLM reads at once while it scores a text. It computes the logits of all of them, in float32 and twice,
+# and no training step has those of a long completion
 AT_ONCE = 64
 
 
 def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
     """
-    Let `tell` know how many tokens of its prompt the next request of a colocated vLLM reads from the cache of prefixes.
-    After a push that has cleared the cache there are none, because nothing has filled it.
+    Let `tell` know how many tokens of its prompt the next request of a colocated vLLM reads from the cache of
+    prefixes. After a push that has cleared the cache there are none, because nothing has filled it.
 
     `tell` hears nothing where something else may have filled the cache: if the request asks for several completions,
-    which read the prompt that the first of them has computed; if other requests are under way; or if vLLM does not take
-    requests in the order in which they come.
+    which read the prompt that the first of them has computed; if other requests are under way; or if vLLM does not
+    take requests in the order in which they come.
     """
     engine = getattr(llm, "_llm", llm).llm_engine  # without the recorder of routes
     # a second push before the next request replaces what watches for it
@@ -54,16 +54,16 @@ def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
 def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float]]:
     """
     Log-probability of each token but the first of some texts, from the engine of a
-    [`~trl.generation.vllm_generation.VLLMGeneration`]. It neither reads its prefix cache nor fills
-    it for other requests.
+    [`~trl.generation.vllm_generation.VLLMGeneration`]. It neither reads its prefix cache nor fills it for other
+    requests.
     """
     from vllm import SamplingParams
 
     if generation.enable_sleep_mode:
         generation.llm.wake_up(tags=["kv_cache"])  # TRL woke the weights, and wakes the rest before it generates
     llm = getattr(generation.llm, "_llm", generation.llm)  # without the recorder of routes
-    # vLLM computes a prompt again to return its log-probabilities. The salt keeps later requests
-    # from reading this prompt
+    # vLLM computes a prompt again to return its log-probabilities. The salt keeps later requests from reading this
+    # prompt
     prompts = [{"prompt_token_ids": text, "cache_salt": "scored once more"} for text in texts]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     with in_slices(llm):
@@ -75,9 +75,7 @@ def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float
 
 
 def in_slices(llm: Any) -> AbstractContextManager[Any]:
-    """
-    Context in which a colocated vLLM reads at most `AT_ONCE` tokens in a step, if it may read a prompt in parts.
-    """
+    """Context in which a colocated vLLM reads at most `AT_ONCE` tokens in a step, if it may read a prompt in parts."""
     path = ("llm_engine", "engine_core", "engine_core", "scheduler")
     scheduler = reduce(lambda part, name: getattr(part, name, None), path, llm)
     in_a_step = getattr(scheduler, "max_num_scheduled_tokens", 0)

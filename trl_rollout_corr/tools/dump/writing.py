@@ -47,7 +47,9 @@ def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict
 
 
 def _mean_over(mask: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Mean advantage of each completion, `(B,)`, over its tokens of the loss, where each token has its own, `(B, T)`."""
+    """
+    Mean advantage of each completion, `(B,)`, over its tokens of the loss, where each token has its own, `(B, T)`.
+    """
     of_loss = mask.bool()
     return advantages.masked_fill(~of_loss, 0.0).sum(1) / of_loss.sum(1).clamp(min=1)
 

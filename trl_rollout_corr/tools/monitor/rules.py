@@ -8,15 +8,12 @@ from .texts import FRESHER, LARGE_K3, MOMENTUM
 
 
 def _rule(name: str, *bounds: dict[str, Any], **shared: Any) -> tuple[Bound, ...]:
-    """
-    The bounds of a rule, from their own and their shared fields; a bound without a name takes the
-    rule's.
-    """
+    """The bounds of a rule, from their own and their shared fields; a bound without a name takes the rule's."""
     return tuple(Bound(**{"name": name, **shared, **fields}) for fields in bounds or [{}])
 
 
-# Each is a tuple of bounds about one problem, the most serious first. While a bound is passed, the
-# ones after it stay silent
+# Each is a tuple of bounds about one problem, the most serious first. While a bound is passed, the ones after it stay
+# silent
 RULES = [
     _rule(
         "no_tokens",

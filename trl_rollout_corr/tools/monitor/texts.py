@@ -8,8 +8,8 @@ from .windows import Window
 
 
 FRESHER = (
-    "Push weights to the sampler more often (lower `steps_per_generation` or `num_iterations`, in asynchronous training "
-    "`weight_sync_steps` or `max_staleness`)"
+    "Push weights to the sampler more often (lower `steps_per_generation` or `num_iterations`, in asynchronous "
+    "training `weight_sync_steps` or `max_staleness`)"
 )
 MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay still change the weights."
 
@@ -20,8 +20,8 @@ _ROUNDED = {
     "cache": f"an FP8 KV cache gave up to {ROUNDED['cache']:g}",
     "weights": f"FP8 or INT8 weights gave up to {ROUNDED['weights']:g}",
 }
-# Rounding does not explain a gap of `LARGE_K3`, at which most uncorrected runs collapsed. At `HUGE`,
-# most corrected runs lost accuracy (`benchmarks/arena/alarms.json`)
+# Rounding does not explain a gap of `LARGE_K3`, at which most uncorrected runs collapsed. At `HUGE`, most corrected
+# runs lost accuracy (`benchmarks/arena/alarms.json`)
 LARGE_K3, HUGE = 0.1, 0.3
 _COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE_K3:g} collapsed"
 _FEW = f"Most of our corrected runs with a gap above {HUGE:g} lost accuracy for a while or for good"
@@ -29,10 +29,12 @@ _OLD = "a sampler that is {age:.0f} step{s} old seldom explains a gap this large
 
 # By the origin of the gap: why it matters without a correction, and with one
 _UNCORRECTED = {
-    "old": "Not every run is harmed by a gap of this size, and the sampler is {age:.0f} step{s} old, which explains it "
+    "old": "Not every run is harmed by a gap of this size, and the sampler is {age:.0f} step{s} old, which explains "
+    "it "
     "unless the gap came suddenly.",
     "start": "{rounding}",
-    "open": "Not every run is harmed by a gap of this size, but training on such completions is biased, and the gap tends "
+    "open": "Not every run is harmed by a gap of this size, but training on such completions is biased, and the gap "
+    "tends "
     "to grow.",
 }
 _UNCORRECTED_LARGE = {
@@ -41,7 +43,8 @@ _UNCORRECTED_LARGE = {
     "open": f"{_COLLAPSED}.",
 }
 _CORRECTED = {
-    "old": "This may be harmless: the sampler is {age:.0f} step{s} old, which explains it unless the gap came suddenly, "
+    "old": "This may be harmless: the sampler is {age:.0f} step{s} old, which explains it unless the gap came "
+    "suddenly, "
     "and such a gap often shrinks later.",
     "start": "{rounding}",
     "open": "This may be harmless: with a stale sampler the gap grows at first and shrinks later.",
@@ -64,18 +67,20 @@ _DIAGNOSE = {
 # Share of truncated completions that counts as most
 CUT = 0.5
 _CUT = (
-    "A share of {cut:.2g} of the completions is cut off, so the answer may be missing: raise `max_completion_length`, and "
-    "check that completions end."
+    "A share of {cut:.2g} of the completions is cut off, so the answer may be missing: raise `max_completion_length`, "
+    "and check that completions end."
 )
 _UNCUT = (
-    "Look at some completions and their rewards: prompts may be too easy or too hard, or the reward function always returns "
-    "the same."
+    "Look at some completions and their rewards: prompts may be too easy or too hard, or the reward function always "
+    "returns the same."
 )
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
 _NO_TOKENS = {
-    "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, also one that a "
+    "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, also one "
+    "that a "
     "`stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
-    "ended": "Few completions were cut, so check the `env_mask` of your `rollout_func`: tokens with 0 there are not in the "
+    "ended": "Few completions were cut, so check the `env_mask` of your `rollout_func`: tokens with 0 there are not "
+    "in the "
     "loss.",
 }
 
@@ -84,18 +89,15 @@ _NO_TOKENS = {
 _NEAR_1 = 0.9
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios"
 _EXCEEDS = (
-    "The sampler finds the completions less likely than the trainer does: most weights exceed the upper bound, where the "
-    "correction drops them."
+    "The sampler finds the completions less likely than the trainer does: most weights exceed the upper bound, where "
+    "the correction drops them."
 )
 _FALLS = f"The weights shrink with length, even if nothing is wrong, because {_PRODUCT}."
 _FELL = f"The gap or the length has grown, because the mean weight was {{first:.2g}} at the start: {_PRODUCT}."
 
 
 def origin(window: Window) -> str:
-    """
-    `"start"` if the gap was there from the first steps, `"old"` if the sampler is stale, else
-    `"open"`.
-    """
+    """`"start"` if the gap was there from the first steps, `"old"` if the sampler is stale, else `"open"`."""
     if window.course.off_at_start:
         return "start"
     return "old" if (window.get("staleness_max") or 0.0) >= 1.0 else "open"
@@ -173,20 +175,20 @@ def _began(window: Window) -> str:
 
 
 OF_PUSH = (
-    "A jump means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several; over many "
-    "pushes, the gap of the kernels may also grow with the policy."
+    "A jump means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several; over "
+    "many pushes, the gap of the kernels may also grow with the policy."
 )
 LOOK_AT_PUSH = (
-    "If `age_k3_kl` was about as large before, look at the push; otherwise let sampler and trainer compute in the same "
-    "type."
+    "If `age_k3_kl` was about as large before, look at the push; otherwise let sampler and trainer compute in the "
+    "same type."
 )
 _OF_SOME = (
-    "A push that did not arrive would show in all completions that were scored once more, and {off:.0f} of {n:.0f} texts "
-    "{has} all of the gap."
+    "A push that did not arrive would show in all completions that were scored once more, and {off:.0f} of {n:.0f} "
+    "texts {has} all of the gap."
 )
 _ASK = (
-    "With one replica, update vLLM and ask it for the log-probabilities of one of these texts twice; with several, ask each "
-    "of them."
+    "With one replica, update vLLM and ask it for the log-probabilities of one of these texts twice; with several, "
+    "ask each of them."
 )
 
 
@@ -215,9 +217,7 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
 
 
 def fill(text: str, window: Window, **values: object) -> str:
-    """
-    A text of a rule with its numbers, and with sentences about the run for the names in braces.
-    """
+    """A text of a rule with its numbers, and with sentences about the run for the names in braces."""
     named = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
     sentences = {name: _SENTENCES[name](window) for name in named & _SENTENCES.keys()}
     filled = text.format(**values, **sentences)
