@@ -76,9 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "convert",
         help="translate settings of verl, SkyRL or TRL into YAML of this package",
-        description="Translate the settings of verl, SkyRL, TRL or Axolotl, and print YAML of this package and of TRL. "
-        "A warning names each setting that is left out. In a training script of verl, put `trl-rollout-corr convert` in "
-        "the place of `python3 -m verl.trainer.main_ppo`.",
+        description="Translate the settings of verl, SkyRL, TRL or Axolotl, and print YAML of this package and of "
+        "TRL. A warning names each setting that is left out. In a training script of verl, put `trl-rollout-corr "
+        "convert` in the place of `python3 -m verl.trainer.main_ppo`.",
         usage="%(prog)s [-h] (FILE | KEY=VALUE [KEY=VALUE ...])",
         allow_abbrev=False,
     )
@@ -109,8 +109,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "docs",
         help="print a document, or find words in all of them, or list them",
-        description="Print a document or one of its sections. For any other words, print the sections whose heading or "
-        "keywords contain them, and list the others. Without a name, list all documents.",
+        description="Print a document or one of its sections. For any other words, print the sections whose heading "
+        "or keywords contain them, and list the others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",
@@ -122,9 +122,10 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "check",
         help="check that the installed TRL is supported, or check a file of settings",
-        description="Without a file, print the installed versions, and say whether the installed TRL can be corrected. "
-        "With a file, read it as a training script would, without loading a model, and name every mistake. Exit code 0: "
-        "TRL can be corrected, or the file contains no mistake, 1: otherwise, 2: the file cannot be read.",
+        description="Without a file, print the installed versions, and say whether the installed TRL can be "
+        "corrected. With a file, read it as a training script would, without loading a model, and name every mistake. "
+        "Exit code 0: TRL can be corrected, or the file contains no mistake, 1: otherwise, 2: the file cannot be "
+        "read.",
     )
     command.add_argument("file", nargs="?", help="YAML file that a training script gets as --config")
     command.add_argument(
@@ -200,10 +201,10 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command = commands.add_parser(
         "probe",
         help="diagnose a model and its sampler before training, from a few completions",
-        description="Build the trainer and the sampler of a run, sample and score a few completions, split the gap into "
-        "its parts, and try settings, without training. All options of the run may be added, such as "
-        "--temperature 0.7. Exit code 0: there is nothing to do, 1: there is something to do or to find "
-        "out, 2: the input cannot be used.",
+        description="Build the trainer and the sampler of a run, sample and score a few completions, split the gap "
+        "into its parts, and try settings, without training. All options of the run may be added, such as "
+        "--temperature 0.7. Exit code 0: there is nothing to do, 1: there is something to do or to find out, 2: the "
+        "input cannot be used.",
         allow_abbrev=False,
     )
     command.add_argument("model", help="name or folder of a model")

@@ -73,8 +73,8 @@ RULES = [
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value} of the tokens came without a finite log-probability.",
-        why="If the logits of the sampler are NaN, no policy drew the token; if a `rollout_func` returns None, or a vLLM "
-        "server -9999, perhaps only the number is missing.",
+        why="If the logits of the sampler are NaN, no policy drew the token; if a `rollout_func` returns None, or a "
+        "vLLM server -9999, perhaps only the number is missing.",
         advice="No correction repairs this: look for NaN in the weights, and for a failed push of weights.",
     ),
     _rule(
