@@ -329,3 +329,10 @@ def test_length_takes_the_loss_of_weights_that_act(fields, told):
     settings = RolloutCorrectionConfig(**of_sequences, **fields).settings
     found = [effect.text for effect in effects(settings, {"max_completion_length": 2000})]
     assert ([told in text for text in found] == [True]) if told else found == []
+
+
+@pytest.mark.parametrize(("length", "told"), [(127, False), (128, True)])
+def test_rejections_of_whole_completions_are_told_of_runs_that_are_no_trials(length, told):
+    settings = RolloutCorrectionConfig(rollout_correction="decoupled_geo_rs").settings
+    found = [effect.text for effect in effects(settings, {"max_completion_length": length})]
+    assert ["`seq_mean_k1` rejects" in text for text in found] == [True] * told
