@@ -27,8 +27,8 @@ from trl_rollout_corr.tools.diagnosis.text import sure
 
 
 HERE = Path(__file__).parent
-SHAPES = ["field-mistral"]
-FIRST, SEEDS = 900, 4  # bounds were set on other models, and on the seeds 600 to 605 and 620 to 623
+SHAPES = ["third-moe", "third-qwen3"]
+FIRST, SEEDS = 980, 4  # bounds were set on other models, and on the seeds 600 to 605, 620 to 623 and 960 to 963
 JUDGED = range(FIRST, FIRST + SEEDS)
 # Right answers beside the cause of the fault: float16 changes less than is looked for, and no more than the rounding of a run
 HARMLESS = {"float16_logprobs": ("nothing", "rounding")}
@@ -49,6 +49,7 @@ class Answers:
                 if old:  # as a dump that nobody asked for a diagnosis of
                     observed.about = {}
                     observed.again[:] = np.nan
+                    observed.scored_again = []
                 self.add(dump.parent.name, diagnose(observed))
 
     def add(self, fault: str, diagnosis: Diagnosis):
