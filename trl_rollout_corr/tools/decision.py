@@ -14,7 +14,7 @@ from ..settings.presets import DEFAULT as AUTO
 from ..settings.presets import UNSET
 from ..settings.resolve import Settings
 from .bands import HEALTHY, NEGLIGIBLE
-from .run_facts import MODE, clips_by_trl, trl_corrects
+from .run_facts import MODE
 
 
 Gap = Literal["none", "small", "large"]
@@ -123,9 +123,8 @@ def decide(
     row = row_of(Situation(gap, is_harmed, hides_mistake, uses, excludes))
     if not row.set or run is None:
         return Decision(row, of_unknown=run is None)
-    by_trl = run.by_trl and run.rollout_is == "sequence"
-    possible = trl_corrects(fields) or not ("use_vllm" in fields or clips_by_trl(run, fields))
-    return Decision(row, run.beside, keeps_trl=by_trl and possible)
+    of_completions = run.by_trl and run.rollout_is == "sequence"  # GRPO with vLLM: elsewhere TRL weights nothing
+    return Decision(row, run.beside, keeps_trl=of_completions)
 
 
 def row_of(situation: Situation) -> Row:
