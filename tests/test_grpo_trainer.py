@@ -644,3 +644,19 @@ def test_training_begins_with_a_line_about_the_correction(make, capsys):
     trainer = make(rollout_is="token", max_steps=1)
     trainer.train()
     assert f"Rollout correction {__version__}: {trainer.args.description}\n" in capsys.readouterr().out
+
+
+class FarSampler(StaleSampler):
+    """It reports one token of each completion as so unlikely that its ratio overflows."""
+
+    def __call__(self, prompts, trainer):
+        result = super().__call__(prompts, trainer)
+        for logprobs in result["logprobs"]:
+            logprobs[0] = -200.0
+        return result
+
+
+def test_a_ratio_that_overflows_leaves_the_loss_finite_where_ppo_clips_around_the_sampler(make, tiny_model_path):
+    trainer = make(sampler=FarSampler(tiny_model_path, min_length=4), rollout_correction="bypass_ppo_clip")
+    assert all(math.isfinite(x) for step in losses(trainer) for x in step)
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
