@@ -59,10 +59,13 @@ BASELINE = {"grpo": "grpo, no correction", "rloo": "rloo, no correction"}
 CONTESTANTS = {
     "grpo, no correction": (*GRPO, {"vllm_importance_sampling_correction": False}),
     "grpo, TRL's correction": (*GRPO, {"vllm_importance_sampling_mode": "token_truncate"}),
+    "grpo, trl": (*OUR_GRPO, {"rollout_correction": "trl"}),
     "grpo, measured": (*OUR_GRPO, {"rollout_correction": "disabled"}),
     "grpo, decoupled_token_is": (*OUR_GRPO, {"rollout_correction": "decoupled_token_is"}),
     "grpo, decoupled_seq_is": (*OUR_GRPO, {"rollout_correction": "decoupled_seq_is"}),
     "grpo, auto": (*OUR_GRPO, {"rollout_correction": "auto"}),
+    "grpo, trl, no monitor": (*OUR_GRPO, {"rollout_correction": "trl", "rollout_monitor": None}),
+    "grpo, auto, no monitor": (*OUR_GRPO, {"rollout_correction": "auto", "rollout_monitor": None}),
     "grpo, bypass_ppo_clip": (*OUR_GRPO, {"rollout_correction": "bypass_ppo_clip"}),
     "rloo, no correction": (*RLOO, {"beta": 0.0}),
     "rloo, measured": (*OUR_RLOO, {"beta": 0.0, "rollout_correction": "disabled"}),

@@ -31,6 +31,14 @@ STEP = {
     "ratio of the step": "{step_ratio:.3f}",
     "ratio without sampling": "{training_ratio:.3f}",
 }
+MEMORY = {
+    "arm": "{arm}",
+    "temperature": "{temperature:.1f}",
+    "training, MiB": "{training_mib}",
+    "ratio": "{training_ratio}",
+    "scores, MiB": "{scores_mib}",
+    "ratio of the scores": "{scores_ratio}",
+}
 # Tables of `pushes.py`
 RESCORE = {
     "completions of a step": "{completions}",

@@ -37,8 +37,18 @@ def test_step(tmp_path):
         "--steps", "1", "--output", str(tmp_path / "out.json"),
     )  # fmt: skip
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 11
+    assert len(rows) == 14
     assert all(row["step_s"] > row["training_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_memory(tmp_path):
+    output = str(tmp_path / "out.json")
+    output_of(sys.executable, "benchmarks/memory.py", "--completion_length", "16", "--rounds", "1", "--output", output)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [bool(row["looks"]) for row in rows] == ["TRL" not in row["arm"] for row in rows]
+    assert all(row["training_mib"] > 0 for row in rows)
 
 
 @pytest.mark.slow
