@@ -67,9 +67,8 @@ sample: sample-long sample-fresh sample-stale
 
 sample-long: $(STAMP)
 	rm -rf $(LONG)
-	mkdir -p $(LONG)
-	$(BIN)/python benchmarks/long_answers.py --arms trl auto --seeds 0 --folder $(LONG) > $(LONG)/long.txt
-	cp $(LONG)/long.txt $(TUTORIAL)
+	$(BIN)/python benchmarks/long_answers.py --arms trl auto --seeds 0 --folder $(LONG)
+	cp $(LONG)/trl/logs.jsonl $(TUTORIAL)/long.jsonl
 	$(BIN)/python benchmarks/long_picture.py
 
 sample-fresh: $(STAMP)

@@ -1,7 +1,9 @@
 """The documents say what the code does."""
 
+import json
 import math
 import re
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.arrival.push_checks import Unmoved
 from trl_rollout_corr.tools.arrival.rescore import Rescored
 from trl_rollout_corr.tools.bands import HEALTHY, band_in_words
+from trl_rollout_corr.tools.monitor.examine import examine
 from trl_rollout_corr.tools.replay.router_hooks import Flips
 
 
@@ -337,16 +340,38 @@ def test_a_private_word_is_in_the_glossary(word):
 TUTORIAL = ROOT / "benchmarks/tutorial"
 
 
+def messages_about(log: str, **fields) -> list[str]:
+    """Lines of what the monitor says today about a recorded log."""
+    from trl_rollout_corr import RolloutCorrectedGRPOConfig
+
+    batch = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_generations": 8}
+    args = RolloutCorrectedGRPOConfig("unused", use_cpu=True, bf16=False, use_vllm=True, **batch, **fields)
+    history = [json.loads(line) for line in (TUTORIAL / log).read_text().splitlines()]
+    lines = []
+    for alarm in examine(history, args.settings, fields=vars(args)):
+        lines.append(f"▲ step {alarm.step}: {alarm.in_short}")
+        for words in (alarm.why, alarm.advice):
+            lines += [f"    {line}" for line in textwrap.wrap(words, 106, break_on_hyphens=False)]
+    return lines
+
+
 def test_the_tutorial_quotes_what_its_commands_print(capsys):
-    """Each line of its outputs is in a recorded run, without the columns of times, or in what a command says about it."""
+    """
+    Each line of its outputs is in a recorded run, without the columns of times, or is what a command or the monitor says
+    about it today.
+    """
     printed = [line for path in sorted(TUTORIAL.glob("*.txt")) for line in path.read_text().splitlines()]
     for command in ("diagnose", "compare"):
         assert main([command, str(TUTORIAL / "uncorrected")]) in (0, 1)
     printed += capsys.readouterr().out.splitlines()
     without_times = {re.sub(r" +(\d+:\d\d|elapsed) +(\d+:\d\d|-|left)$", "", line) for line in printed}
-    quoted = [line for text in blocks("docs/tutorial.md", "text") for line in text.splitlines()]
-    assert len(quoted) > 30
-    assert [line for line in quoted if line not in without_times and line.strip() not in ("", "[...]")] == []
+    messages = messages_about("long.jsonl", rollout_correction="trl")
+    messages += messages_about("uncorrected/logs.jsonl", rollout_correction="disabled")
+    quoted = [line for text in blocks("docs/tutorial.md", "text") for line in text.splitlines() if line]
+    said = [line for line in quoted if line in messages]
+    assert len(said) > 10
+    assert [line for line in quoted if line.startswith("▲") and line not in said] == []
+    assert [line for line in quoted if line not in said and line not in without_times] == []
 
 
 # Form -----------------------------------------------------------------------------------------------------------------
