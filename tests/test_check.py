@@ -110,6 +110,35 @@ def test_what_a_file_does_to_the_loss_is_a_remark(check, text, part):
 
 
 @pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+@pytest.mark.parametrize(
+    ("loss_type", "part"),
+    [
+        ("my_loss", "which TRL"),
+        ("dr_gpro", "unless your trainer computes the loss itself. Did you mean 'dr_grpo'?"),
+        *((name, "") for name in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo")),
+    ],
+)
+def test_a_loss_that_trl_does_not_know_is_a_remark(check, loss_type, part):
+    code, report = check(f"use_vllm: true\nloss_type: {loss_type}\n")
+    assert code == 0
+    assert [part in remark for remark in report["remarks"]] == [True] * bool(part)
+
+
+def test_a_file_that_repeats_the_defaults_of_trl_is_told_what_replaces_them(check):
+    repeated = f"use_vllm: true\nmax_completion_length: 64\n{OF_TRL}mode: sequence_mask\n"
+    (remark,) = check(repeated)[1]["remarks"]
+    assert remark.startswith(f"`{OF_TRL}mode` has its default value")
+    assert remark.endswith("set `rollout_correction: trl`.")
+    for named in ("rollout_correction: auto\n", "rollout_correction: trl\n", f"{OF_TRL}clip_max: 2.0\n"):
+        assert check(repeated + named)[1]["remarks"] == [], named
+
+
+def test_a_file_without_a_correction_is_told_how_to_keep_the_loss(check):
+    says = "This is the default; `rollout_correction: trl` keeps TRL's loss."
+    for named, is_told in (("", True), ("rollout_correction: auto\n", False), ("rollout_metrics_only: true\n", False)):
+        assert (says in check(f"use_vllm: true\n{named}")[1]["correction"]) == is_told, named
+
+
 def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
 

@@ -34,8 +34,8 @@ class RolloutCorrectionConfig:
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
             Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl` if a field
-            `vllm_importance_sampling_*` is given, and only what is given if `rollout_is`, `rollout_rs` or
-            `bypass_mode` is.
+            `vllm_importance_sampling_*` differs from its default, and only what is given if `rollout_is`, `rollout_rs`
+            or `bypass_mode` is.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or
             `None`.
@@ -173,8 +173,12 @@ class RolloutCorrectionConfig:
 
     @property
     def description(self) -> str:
-        """At most three sentences about the settings in effect."""
-        return settings_in_words(self.settings)
+        """At most three sentences about the settings in effect, and one more if the run has chosen none of them."""
+        settings = self.settings
+        chosen = settings.rollout_correction != DEFAULT or "rollout_correction" in self.given
+        is_default = settings.changes_loss and not chosen
+        keeps = " This is the default; `rollout_correction: trl` keeps TRL's loss." if is_default else ""
+        return f"{settings_in_words(settings)}{keeps}"
 
     def check(self) -> Settings:
         """

@@ -1,5 +1,6 @@
 """Command `trl-rollout-corr check`: a look at the installed TRL, or at a file of settings."""
 
+import inspect
 import json
 import logging
 import os
@@ -15,8 +16,10 @@ from difflib import get_close_matches
 from importlib.metadata import packages_distributions, version
 from typing import Any, NoReturn
 
-from ..messages import SelfContainedError, SettingError, __version__
+from ..messages import SelfContainedError, SettingError, __version__, nearest
 from ..settings.names import instead_of
+from ..settings.of_trl import DEFAULTS_OF_TRL
+from ..settings.presets import DEFAULT
 from .formats import visible
 from .translation.setting_files import read_document, read_file, system_of
 
@@ -133,7 +136,7 @@ def _check_settings(
             remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
     config, refused, warned = _build(config_class, settings)
     mistakes += refused
-    remarks += warned
+    remarks += [*warned, *_repeated_defaults(config, settings), *_unknown_loss(config)]
     correction = "" if config is None else config.description
     if config is not None and trainer != "async_grpo":
         mistakes += _refused_by_trainer(config, settings)
@@ -220,6 +223,40 @@ def _warned_about_sampler(config: Any, trainer: str, *, given: bool) -> list[str
     return [
         f"`use_vllm` {state}. Then there are no log-probabilities of a sampler, and the trainer refuses to start, "
         f"unless your script sets it{unless}. Add `use_vllm: true`."
+    ]
+
+
+def _repeated_defaults(config: Any, settings: Mapping[str, Any]) -> list[str]:
+    """
+    A sentence about a file that names TRL's own correction and repeats its defaults. The configuration cannot tell such
+    a file from one that names nothing, but its author may want that correction.
+    """
+    repeated = [name for name in settings if name in DEFAULTS_OF_TRL]
+    is_named = {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"} & settings.keys()
+    if config is None or not repeated or is_named or config.settings.rollout_correction != DEFAULT:
+        return []
+    has = "has its default value" if len(repeated) == 1 else "have their default values"
+    return [
+        f"{', '.join(f'`{name}`' for name in repeated)} {has}, as if the file did not name TRL's correction, so `{DEFAULT}` "
+        "replaces it. To keep TRL's correction, set `rollout_correction: trl`."
+    ]
+
+
+def _unknown_loss(config: Any) -> list[str]:
+    """A sentence about a `loss_type` that TRL's loss does not know."""
+    loss_type = getattr(config, "loss_type", None)
+    if loss_type is None:
+        return []
+    from trl import GRPOTrainer
+
+    # TRL has no list of them. Its loss compares `loss_type` with each, and raises an error after the last
+    compared = [line for line in inspect.getsource(GRPOTrainer._compute_loss).splitlines() if "loss_type" in line]
+    known = re.findall(r'"(\w+)"', "\n".join(compared))
+    if not known or loss_type in known:
+        return []
+    return [
+        f"`loss_type` is {loss_type!r}, which TRL {version('trl')} does not know: training ends with an error at the "
+        f"first loss, unless your trainer computes the loss itself.{nearest(loss_type, known)}"
     ]
 
 

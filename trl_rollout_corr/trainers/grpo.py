@@ -30,7 +30,7 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOCon
 
     It takes all parameters of [`~trl.GRPOConfig`] and of [`RolloutCorrectionConfig`]. The trainer switches TRL's own
     correction (`vllm_importance_sampling_correction`) off, unless `rollout_correction` is `"trl"`, which is the
-    default if one of TRL's fields of it is given.
+    default if one of TRL's fields of it differs from its own default.
 
     Raises:
         `ValueError`: also if `loss_type` is `"vespo"`, which applies its own importance weights, if
