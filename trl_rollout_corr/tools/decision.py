@@ -85,7 +85,7 @@ ROWS = (
 KEEPS_TRL = Row(
     {},
     {MODE: "token_truncate"},
-    "TRL's default gives each completion one weight, the product of its tokens' ratios, which depends on its length.",
+    "It gives each token a weight of its own, so that length costs nothing.",
     "Long completions",
 )
 
