@@ -66,7 +66,7 @@ def _containing(word: str, paths: dict[str, Path]) -> str:
     The sections in which a word has its beginning, or if there is none, in which a word contains it ("ess" is in
     "staleness").
     """
-    within = re.escape(word)
+    within = r"\W+".join(map(re.escape, word.split()))  # "dr grpo" finds "Dr. GRPO"
     return _matching(rf"(?<!\w){within}", paths) or _matching(within, paths)
 
 
