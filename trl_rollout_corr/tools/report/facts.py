@@ -133,7 +133,7 @@ def _outside(run: Run) -> list[str]:
         values = run.log.get(metric if metric == RATIO else PREFIX + metric, pd.Series(dtype=float)).dropna()
         off = [float(value) for value in values if not is_healthy(metric, value)]
         if off:
-            span = number(off[0]) if len(off) == 1 else f"{number(min(off))} to {number(max(off))}"
+            span = " to ".join(dict.fromkeys([number(min(off)), number(max(off))]))  # one number if both read alike
             found.append(
                 f"`{metric}`, healthy {band_in_words(metric)}, is {span} in {len(off)} of {len(values)} windows"
             )
