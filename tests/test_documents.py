@@ -102,6 +102,8 @@ def test_words_find_their_section_first(capsys):
         ("max_staleness", "asynchronous#asynchronous"),
         ("async", "asynchronous#asynchronous"),
         ("lora", "models#adapters"),
+        ("dr grpo", "trl#dapo-dr-grpo-and-gspo"),
+        ("TRL 1.10", "processes#releases"),
     ],
 )
 def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typed, section):
