@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.zh-CN.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/**/*.md")
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
+LINK = re.compile(r"(!?)\[((?:!\[[^\]]*\]\([^)]*\)|[^\]])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
 
 
 def on_files(files, config):
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
             return f"{image}[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{anchor or ''})"
         if config.repo_url:
             return f"{image}[{text}]({config.repo_url}/blob/main/{path}{anchor or ''})"
-        return text if image or path in text else f"{text} (`{path}`)"
+        return text if image or path in text or text.startswith("!") else f"{text} (`{path}`)"
 
     return LINK.sub(to_page, markdown)
 

@@ -70,6 +70,7 @@ def test_without_a_repository_such_links_are_text(tmp_path):
     page = (build_site(tmp_path) / "index.html").read_text()
     assert "notebook (<code>examples/notebooks/rollout_correction.ipynb</code>)" in page
     assert "/blob/main/" not in page
+    assert 'href="LICENSE"' not in page  # the link of a badge
 
 
 def test_python_has_every_public_name_and_its_fields(site):
