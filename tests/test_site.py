@@ -60,7 +60,7 @@ def test_recipes_benchmarks_and_the_chinese_readme_are_pages(site):
 def test_links_to_files_without_a_page_lead_to_the_repository(site):
     prefix = f"{REPOSITORY}/blob/main/"
     found = set(re.findall(rf'href="{prefix}([^"#]+)', (site / "index.html").read_text()))
-    assert {"CITATION.cff", "examples/grpo.py"} <= found
+    assert {"CITATION.cff", "LICENSE", "examples/notebooks/rollout_correction.ipynb"} <= found
     for page in site.rglob("*.html"):
         for path in re.findall(rf'href="{prefix}([^"#]+)', page.read_text()):
             assert (ROOT / path).exists() or os.sep not in path, (page, path)
