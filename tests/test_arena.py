@@ -272,6 +272,34 @@ def test_factors_of_a_rule(arena, rule, p, q, good, bad):
     assert factors.flatten().tolist() == pytest.approx([good, bad])
 
 
+@pytest.mark.parametrize("rule", ["wide", "split", "excess"])
+def test_a_rule_is_trained_in_a_trainer_and_split_is_auto(
+    arena, rule, tiny_model_path, tmp_path, shared_engine, monkeypatch
+):
+    """A sampler in step with noise on its weights, in the first micro-batch of a run."""
+    monkeypatch.setitem(sys.modules, "quickstart", SimpleNamespace(Lag=object))  # sets variables when it is imported
+    trainer_class, config_class = TRAINERS["grpo"]
+    ruled = arena("rules").with_rule(trainer_class, rule)
+    factors = []
+    for kind, options in ((ruled, {"rollout_is": "token", "rollout_is_threshold": 20.0}), (trainer_class, {})):
+        trainer = build(kind, config_class, tiny_model_path, tmp_path, **VLLM, max_steps=1, rollout_monitor=None, **options)
+        arena("samplers").spoil(trainer, {"noise": 0.5})
+        found, correct = [], trainer._compute_correction
+
+        def record(*args, correct=correct, found=found):
+            found.append(correct(*args))
+            return found[-1]
+
+        trainer._compute_correction = record
+        torch.manual_seed(0)
+        trainer.train()
+        factors.append(found[0].coefficients)
+    assert factors[0].std() > 0.05
+    # the package counts sizes in bins, and takes their quantile from them
+    same = torch.isclose(*factors, atol=0.02).float().mean()
+    assert same > 0.98 if rule == "split" else same < 0.98
+
+
 def test_the_witness_sums_the_pull_of_bad_tokens(arena):
     correction = SimpleNamespace(
         valid=torch.tensor([[True, True], [True, True], [True, False]]),

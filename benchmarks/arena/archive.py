@@ -20,6 +20,8 @@ DIGITS = 4
 CONDITIONS = ["kl", "engine_kl", "engine_k3_kl", "kl_advantage_positive", "staleness_max", "rejected/others"]
 # Of rules that know what rounding does, and the mean of `(r - 1) A` by the sign of the advantage
 OF_RULES = ["rounding", "log_rounding", "signed_positive", "signed_negative"]
+# The same of the package
+OF_AUTO = ["rounding_tv", "rounding_log_ratio", "gain_advantage_positive", "gain_advantage_negative"]
 OF_TRL = [
     "step",
     "loss",
@@ -30,7 +32,7 @@ OF_TRL = [
     "completions/mean_length",
     "clip_ratio/region_mean",
 ]
-KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *OF_RULES, *(bound.key for bound in BOUNDS.values())))}
+KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *OF_RULES, *OF_AUTO, *(bound.key for bound in BOUNDS.values())))}
 
 
 def shortened(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -214,6 +214,7 @@ ARMS = {
         # The same in a trainer of the package, which can push to 8 bits
         Arm("trl_preset", {"rollout_correction": "trl"}),
         Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+        Arm("auto", {"rollout_correction": "auto"}),  # the product's own `split`
         Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
         Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
         Arm("dppo_tv", {"rollout_correction": "bypass_dppo_tv"}),
@@ -484,7 +485,8 @@ def fresh_8_bits() -> list[Run]:
 # Stages of E6: one rule that decides by itself ---------------------------------------------------------------------------
 
 # The candidates, the simplest first
-CHOSEN = "split"  # until tuning has decided
+CHOSEN = "auto"  # `split` as the package has it
+NEXT = "excess"  # the next candidate
 ONE_RULE = ["cap3_unweighted", "wide", "by_age", "split", "excess"]
 NEW_ARMS = ["none", "trl", "trl_token_truncate", "token_2", "dppo_tv", "cap3", "cap3_unweighted"]
 CONTROLS = ["reshape", "mixture", "m2po", "vexact"]
@@ -525,6 +527,7 @@ def one_rule_tuning() -> list[Run]:
 
 def one_rule_judging() -> list[Run]:
     """The chosen rule where the other arms are in the archive, and four new cells with all arms."""
+    rules = [CHOSEN, NEXT, "cap3_unweighted"]
     noise, fp8 = {"fault": "noise", "way": "long"}, {"fault": "fp8"}
     fresh = [Cell(task, Rung(0, "fast"), **noise) for task in PRECISION_TASKS]
     pretrained = [Cell(TAGGED_LANGUAGE, rung, **fp8) for rung in (FASTER_4, IN_STEP_FASTER)]
@@ -550,14 +553,14 @@ def one_rule_judging() -> list[Run]:
         run
         for seed in SEEDS
         for run in (
-            *lengthened(runs_of(fresh, [CHOSEN], [seed])),
+            *lengthened(runs_of(fresh, rules, [seed])),
             *shorter(
                 runs_of(
-                    [*pretrained, Cell(TAGGED_LANGUAGE, FASTER_4), Cell(TAGGED_LANGUAGE, FASTER_8)], [CHOSEN], [seed]
+                    [*pretrained, Cell(TAGGED_LANGUAGE, FASTER_4), Cell(TAGGED_LANGUAGE, FASTER_8)], rules, [seed]
                 )
             ),
-            *runs_of([*stale, *rounded, *others], [CHOSEN], [seed]),
-            *lengthened(runs_of(new, ["on_policy", CHOSEN, *NEW_ARMS, *CONTROLS], [seed])),
+            *runs_of([*stale, *rounded, *others], rules, [seed]),
+            *lengthened(runs_of(new, ["on_policy", CHOSEN, NEXT, *NEW_ARMS, *CONTROLS], [seed])),
         )
     ]
 

@@ -365,25 +365,45 @@ def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def of_all_stages(results: Mapping[str, Any]) -> list[Row]:
+    """Each run once, whatever stages it belongs to."""
+    return [
+        *{
+            (row["cell"], row["arm"], row["seed"]): row for found in results.values() for row in found["rows"]
+        }.values()
+    ]
+
+
+# Corrections next to which the chosen rule is judged
+RIVALS = ["none", "trl", "trl_preset", "trl_token_truncate", "trl_preset_token_truncate", "token_2", "dppo_tv"]
+RIVALS += ["cap1", "cap3", "cap3_unweighted", "cap3_no_region", "reshape", "mixture", "m2po", "vexact"]
+
+
 def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     """
     A line per cell in which the chosen rule was trained, next to other corrections there, of whatever stage: their scores,
-    and how many of its runs fell.
+    how many of its runs fell, and the corrections that it is worse and better than by the rule for differences.
     """
-    rows = {
-        (row["cell"], row["arm"], row["seed"]): row for found in results.values() for row in found["rows"]
-    }.values()
-    cells, falls = scores(rows), {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
-    names = ["none", "trl", "trl_preset", "trl_token_truncate", "dppo_tv", "cap3", "cap3_unweighted"]
+    rows = of_all_stages(results)
+    cells, spread = scores(rows), Spread(rows)
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    names = [REFERENCE, "none", "trl", "trl_preset", "trl_preset_token_truncate", "dppo_tv", "cap3", "cap3_unweighted"]
     lines = [
-        f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} |",
-        "| --- " * (len(names) + 3) + "|",
+        f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
+        "| --- " * (len(names) + 5) + "|",
     ]
-    for cell in (cell for cell, by_arm in cells.items() if chosen in by_arm):
-        own = cells[cell][chosen]
+    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if chosen in by_arm):
+        own = by_arm[chosen]
         fell = sum(falls[cell, chosen, seed] for seed in own)
-        others = [counted(cells[cell][name]) if name in cells[cell] else "" for name in names]
-        lines.append(f"| {cell} | {counted(own)} | {fell} of {len(own)} | {' | '.join(others)} |")
+        others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
+        gaps = {
+            name: differ(own, by_arm[name], spread(cell, chosen, name)) for name in RIVALS if name in by_arm
+        }
+        against = [
+            ", ".join(f"`{name}` ({gap:+.2f})" for name, gap in gaps.items() if sign * gap > 0) or "none"
+            for sign in (-1, 1)
+        ]
+        lines.append(f"| {cell} | {counted(own)} | {fell} of {len(own)} | {' | '.join([*others, *against])} |")
     return "\n".join(lines)
 
 

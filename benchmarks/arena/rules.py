@@ -173,8 +173,8 @@ def with_rule(trainer_class: type, name: str) -> type:
     class RuledTrainer(trainer_class):
         def _compute_correction(self, train_logps: torch.Tensor, batch: dict[str, Any]) -> RolloutCorrection:
             correction = super()._compute_correction(train_logps, batch)
-            if not hasattr(self, "_rounding"):
-                self._rounding, self._log_rounding = Rounding(WIDEST), Rounding(math.inf)
+            if not hasattr(self, "_rule_rounding"):
+                self._rule_rounding, self._rule_log_rounding = Rounding(WIDEST), Rounding(math.inf)
             valid = correction.valid
             d = torch.where(valid, train_logps.detach() - batch[ROLLOUT_LOGPS], 0.0).clamp(-20.0, 20.0)
             logp = torch.where(valid, train_logps.detach(), 0.0)
@@ -183,8 +183,8 @@ def with_rule(trainer_class: type, name: str) -> type:
             seen = Seen(d, logp, batch["advantages"].unsqueeze(1) > 0, valid, fresh.unsqueeze(1), 0.0, 0.0)
             known = valid & seen.fresh & (d.abs() < BROKEN)
             seen = seen._replace(
-                rounding=self._rounding.measure(seen.moved[known].abs()),
-                log_rounding=self._log_rounding.measure(d[known].abs()),
+                rounding=self._rule_rounding.measure(seen.moved[known].abs()),
+                log_rounding=self._rule_log_rounding.measure(d[known].abs()),
             )
             factors = rule(seen) * valid
             pull = (d.exp() - 1) * batch["advantages"].unsqueeze(1) * valid

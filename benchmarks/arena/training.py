@@ -18,6 +18,7 @@ import samplers
 import torch
 import transformers
 import vllm
+from eight_bits import keep_weights_in_float32
 from plan import LONG_LANGUAGE, RATES, TAGGED_LANGUAGE, WAYS, Run, Setup
 from reloading import push_by_reload
 from rules import with_rule
@@ -59,6 +60,7 @@ class HeldOut(TrainerCallback):
 
 def prepare(engine: str):
     """Warm up the model, unless it is there, and make every trainer of this process use one vLLM engine."""
+    keep_weights_in_float32()
     torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     transformers.utils.logging.disable_progress_bar()
     task = engine.split()[0]
