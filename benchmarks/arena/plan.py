@@ -527,7 +527,7 @@ def one_rule_tuning() -> list[Run]:
 
 def one_rule_judging() -> list[Run]:
     """The chosen rule where the other arms are in the archive, and four new cells with all arms."""
-    rules = [CHOSEN, NEXT, "cap3_unweighted"]
+    rules = [CHOSEN, NEXT, "split", "cap3_unweighted"]
     noise, fp8 = {"fault": "noise", "way": "long"}, {"fault": "fp8"}
     fresh = [Cell(task, Rung(0, "fast"), **noise) for task in PRECISION_TASKS]
     pretrained = [Cell(TAGGED_LANGUAGE, rung, **fp8) for rung in (FASTER_4, IN_STEP_FASTER)]

@@ -381,29 +381,30 @@ RIVALS += ["cap1", "cap3", "cap3_unweighted", "cap3_no_region", "reshape", "mixt
 
 def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     """
-    A line per cell in which the chosen rule was trained, next to other corrections there, of whatever stage: their scores,
+    A line per cell in which the chosen rule or the first form of it was trained, next to other corrections there, of whatever stage: their scores,
     how many of its runs fell, and the corrections that it is worse and better than by the rule for differences.
     """
     rows = of_all_stages(results)
     cells, spread = scores(rows), Spread(rows)
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
-    names = [REFERENCE, "none", "trl", "trl_preset", "trl_preset_token_truncate", "dppo_tv", "cap3", "cap3_unweighted"]
+    names = ["split", "excess", REFERENCE, "none", "trl", "trl_preset", "dppo_tv", "cap3", "cap3_unweighted"]
     lines = [
         f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
         "| --- " * (len(names) + 5) + "|",
     ]
-    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if chosen in by_arm):
-        own = by_arm[chosen]
+    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if {chosen, "split"} & {*by_arm}):
+        own = by_arm.get(chosen, {})
         fell = sum(falls[cell, chosen, seed] for seed in own)
         others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
         gaps = {
-            name: differ(own, by_arm[name], spread(cell, chosen, name)) for name in RIVALS if name in by_arm
+            name: differ(own, by_arm[name], spread(cell, chosen, name)) for name in RIVALS if own and name in by_arm
         }
         against = [
             ", ".join(f"`{name}` ({gap:+.2f})" for name, gap in gaps.items() if sign * gap > 0) or "none"
             for sign in (-1, 1)
         ]
-        lines.append(f"| {cell} | {counted(own)} | {fell} of {len(own)} | {' | '.join([*others, *against])} |")
+        found = [counted(own), f"{fell} of {len(own)}"] if own else ["", ""]
+        lines.append(f"| {' | '.join([cell, *found, *others, *(against if own else ['', ''])])} |")
     return "\n".join(lines)
 
 
