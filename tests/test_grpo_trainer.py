@@ -283,7 +283,7 @@ def test_a_saturated_ratio_gives_no_gradient_and_no_nan(make, tiny_model_path, c
 
     sampler = BrokenSampler(tiny_model_path, shift)
     trainer = make(sampler=sampler, rollout_correction="bypass_ppo_clip", rollout_monitor="warn")
-    with saying(caplog, "why the sampler is so far from the trainer"):
+    with saying(caplog, "Rounding does not explain it"):
         assert losses(trainer) == [(0.0, 0.0)] * 3
 
 

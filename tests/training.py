@@ -313,6 +313,7 @@ def sharing_engines():
     Make TRL build one vLLM engine per model and process, and use it in every trainer: in float32, or in the type that
     `rollout_engine_kwargs` asks for.
     """
+    from transformers import AutoConfig
     from trl.generation import vllm_generation
 
     engine_class, engines = vllm_generation.LLM, {}
@@ -323,7 +324,8 @@ def sharing_engines():
             if not torch.distributed.is_initialized():
                 os.environ["MASTER_PORT"] = str(free_port())
             # blocks of the cache: else it is a gigabyte
-            room = min(256, options.get("max_model_len") or 256)
+            context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+            room = min(256, context)
             small = {"max_num_seqs": 64, "max_model_len": room, "num_gpu_blocks_override": 256}
             options = {**options, **small, "dtype": dtype, "enforce_eager": True}
             with torch.random.fork_rng():  # the first trainer draws what the others draw

@@ -175,8 +175,8 @@ def _began(window: Window) -> str:
 
 
 OF_PUSH = (
-    "A jump means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several; over "
-    "many pushes, the gap of the kernels may also grow with the policy."
+    "The sampler may be older on purpose, and over many pushes the gap of the kernels may grow with the policy; "
+    "otherwise a jump means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several."
 )
 LOOK_AT_PUSH = (
     "If `age_k3_kl` was about as large before, look at the push; otherwise let sampler and trainer compute in the "
