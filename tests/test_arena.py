@@ -282,7 +282,9 @@ def test_a_rule_is_trained_in_a_trainer_and_split_is_auto(
     ruled = arena("rules").with_rule(trainer_class, rule)
     factors = []
     for kind, options in ((ruled, {"rollout_is": "token", "rollout_is_threshold": 20.0}), (trainer_class, {})):
-        trainer = build(kind, config_class, tiny_model_path, tmp_path, **VLLM, max_steps=1, rollout_monitor=None, **options)
+        trainer = build(
+            kind, config_class, tiny_model_path, tmp_path, **VLLM, max_steps=1, rollout_monitor=None, **options
+        )
         arena("samplers").spoil(trainer, {"noise": 0.5})
         found, correct = [], trainer._compute_correction
 

@@ -32,7 +32,10 @@ OF_TRL = [
     "completions/mean_length",
     "clip_ratio/region_mean",
 ]
-KEYS = {*OF_TRL, *(PREFIX + key for key in (*CONDITIONS, *OF_RULES, *OF_AUTO, *(bound.key for bound in BOUNDS.values())))}
+KEYS = {
+    *OF_TRL,
+    *(PREFIX + key for key in (*CONDITIONS, *OF_RULES, *OF_AUTO, *(bound.key for bound in BOUNDS.values()))),
+}
 
 
 def shortened(record: Mapping[str, Any]) -> dict[str, Any]:

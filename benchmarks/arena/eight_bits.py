@@ -22,7 +22,13 @@ def keep_weights_in_float32() -> None:
         return generate(llm, *args, **kwargs)
 
     def scaled_mm(
-        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, out: torch.Tensor, **how: Any
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        **how: Any,
     ) -> torch.Tensor:
         key = b.data_ptr(), b.shape
         if key not in kept:

@@ -555,9 +555,7 @@ def one_rule_judging() -> list[Run]:
         for run in (
             *lengthened(runs_of(fresh, rules, [seed])),
             *shorter(
-                runs_of(
-                    [*pretrained, Cell(TAGGED_LANGUAGE, FASTER_4), Cell(TAGGED_LANGUAGE, FASTER_8)], rules, [seed]
-                )
+                runs_of([*pretrained, Cell(TAGGED_LANGUAGE, FASTER_4), Cell(TAGGED_LANGUAGE, FASTER_8)], rules, [seed])
             ),
             *runs_of([*stale, *rounded, *others], rules, [seed]),
             *lengthened(runs_of(new, ["on_policy", CHOSEN, NEXT, *NEW_ARMS, *CONTROLS], [seed])),

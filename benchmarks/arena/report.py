@@ -368,9 +368,7 @@ def every_cell(rows: Sequence[Row], names: Sequence[str]) -> str:
 def of_all_stages(results: Mapping[str, Any]) -> list[Row]:
     """Each run once, whatever stages it belongs to."""
     return [
-        *{
-            (row["cell"], row["arm"], row["seed"]): row for found in results.values() for row in found["rows"]
-        }.values()
+        *{(row["cell"], row["arm"], row["seed"]): row for found in results.values() for row in found["rows"]}.values()
     ]
 
 
@@ -381,8 +379,8 @@ RIVALS += ["cap1", "cap3", "cap3_unweighted", "cap3_no_region", "reshape", "mixt
 
 def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     """
-    A line per cell in which the chosen rule or the first form of it was trained, next to other corrections there, of whatever stage: their scores,
-    how many of its runs fell, and the corrections that it is worse and better than by the rule for differences.
+    A line per cell in which the chosen rule or its first form was trained, with the scores of other corrections there, of
+    whatever stage. The last columns name the corrections that it is worse and better than by the rule for differences.
     """
     rows = of_all_stages(results)
     cells, spread = scores(rows), Spread(rows)
