@@ -284,8 +284,8 @@ def log_of_gaps(gaps, **more):
         ),
         (
             log_of_gaps([0.001] * 4, rollout_is_eff_sample_size=0.4, effective_lr=1.6),
-            "No alarm No alarm was raised in 4 logging windows, but rollout_is_eff_sample_size, healthy above 0.5, is 0.4 to "
-            "0.4 in 4 of 4 windows; effective_lr, healthy 0.5 to 1.5, is 1.6 to 1.6 in 4 of 4 windows.",
+            "No alarm No alarm was raised in 4 logging windows, but rollout_is_eff_sample_size, healthy above 0.5, is "
+            "0.4 in 4 of 4 windows; effective_lr, healthy 0.5 to 1.5, is 1.6 in 4 of 4 windows.",
         ),
         (
             log_of_gaps([0.001] * 4, zero_advantage_fraction=1.0),
