@@ -169,7 +169,7 @@ FAULTS = {
         adapter() | BFLOAT16 | {"learning_rate": 1e-3},
     ),
     # the scales are too small only after weights have moved far
-    "old scales of 8 bits": (keeping_old_scales, QUANTISED | {"learning_rate": 3e-2}),
+    "old scales of 8 bits": (keeping_old_scales, QUANTISED | {"learning_rate": 7e-2}),
 }
 
 
@@ -182,7 +182,7 @@ def test_a_push_that_does_not_arrive_as_it_is_raises_the_alarm(make, fault, capl
     with begin():
         fresh, age = numbers(trainer)
     assert len(fresh) == 3
-    assert max(fresh) > 20 * fresh[0]  # a healthy run with 8 bits: up to six times
+    assert max(fresh) > 50 * fresh[0]
     assert max(fresh) > 0.001 * max(age)
     assert any("fresh_gap" in message for message in said_of_pushes(caplog))
 

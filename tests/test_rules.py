@@ -656,6 +656,13 @@ def test_one_finding_per_cause():
     assert [finding.bound for finding in findings] == ["staleness", "everything_rejected"]
 
 
+def test_the_alarm_about_missing_numbers_says_where_they_may_be_missing():
+    broken = {**HEALTHY_WINDOW, "nonfinite_fraction": 0.01}
+    [finding] = examine(history(broken), config())
+    assert "returns None" in finding.why
+    assert "-9999" in finding.why
+
+
 def test_a_finding_lasts_until_its_last_unhealthy_window():
     ill = {**CORRECTED, "staleness_max": 40.0}
     finding = examine(history(ill, ill, CORRECTED, ill, CORRECTED, CORRECTED))[0]
