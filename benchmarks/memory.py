@@ -117,7 +117,8 @@ def measure_all(cases: list[tuple[float, str]], length: int, hidden: int) -> Non
     step.share_one_engine()
     VLLMGeneration.generate = wraps(VLLMGeneration.generate)(drawn_at_random)  # with its signature
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), hidden)
+        options = {"intermediate_size": 2 * hidden, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+        model = step.make_model(Path(folder), hidden, layers=2, vocab_size=VOCABULARY, **options)
         measure(BASELINE, 1.0, 16, model)  # the first training of a process takes what later ones reuse
         for temperature, name in cases:
             gc.collect()
@@ -130,31 +131,6 @@ def drawn_at_random(generation: Any, prompts: list[list[int]], *args: Any, **kwa
     completions = [[dice.randrange(20, VOCABULARY) for _ in range(length)] for _ in prompts]
     logps = [[[-math.log(VOCABULARY)] for _ in ids] for ids in completions]
     return prompts, completions, logps, [[[token] for token in ids] for ids in completions]
-
-
-def make_model(folder: Path, hidden: int) -> Path:
-    import step
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = step.make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def rows_of_peaks(measured: dict[tuple[float, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:

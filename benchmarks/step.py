@@ -74,22 +74,23 @@ CONTESTANTS = {
 }
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> Path:
-    """Write a random model, and return its folder."""
+def make_model(folder: Path, hidden: int, layers: int, **options: Any) -> Path:
+    """Write a random model, with other options of its configuration or none, and return its folder."""
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 8 // 3,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+    }
+    config = Qwen2Config(**settings | options)
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
