@@ -379,18 +379,18 @@ RIVALS += ["cap1", "cap3", "cap3_unweighted", "cap3_no_region", "reshape", "mixt
 
 def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     """
-    A line per cell in which the chosen rule or its first form was trained, with the scores of other corrections there, of
+    A line per cell in which the chosen rule or another candidate was trained, with the scores of other corrections there, of
     whatever stage. The last columns name the corrections that it is worse and better than by the rule for differences.
     """
     rows = of_all_stages(results)
     cells, spread = scores(rows), Spread(rows)
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
-    names = ["split", "excess", REFERENCE, "none", "trl", "trl_preset", "dppo_tv", "cap3", "cap3_unweighted"]
+    names = ["split", "wide", "excess", REFERENCE, "none", "trl", "trl_preset", "dppo_tv", "cap3", "cap3_unweighted"]
     lines = [
         f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
         "| --- " * (len(names) + 5) + "|",
     ]
-    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if {chosen, "split"} & {*by_arm}):
+    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if {chosen, "split", "wide"} & {*by_arm}):
         own = by_arm.get(chosen, {})
         fell = sum(falls[cell, chosen, seed] for seed in own)
         others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
