@@ -7,7 +7,8 @@ The arena: every way to correct, on tasks and samplers of many kinds.
     python benchmarks/arena/run.py --report --publish                        # write the results of all runs there are
 
 A run that is in the output folder is not done again, so that the same command goes on where it was interrupted. `--again`
-trains it all the same, and leaves the published one as it is.
+trains it all the same, and leaves the published one as it is. With several arms and seeds (`--again CELL cap3,auto 0,1`) all
+of them are compared on one machine, and `--publish` adds them to `again.json`.
 """
 
 import gc
@@ -46,7 +47,10 @@ def parse_args() -> Namespace:
         "--wanted", action="store_true", help="of other seeds than 0, only the runs that PROTOCOL.md asks for"
     )
     parser.add_argument(
-        "--again", nargs=3, metavar=("CELL", "ARM", "SEED"), help="train a published run anew, and print both curves"
+        "--again",
+        nargs=3,
+        metavar=("CELL", "ARMS", "SEEDS"),
+        help="train published runs anew, of arms and seeds with commas between them, and print both curves",
     )
     parser.add_argument(
         "--options",
@@ -107,17 +111,17 @@ def the_run(cell: str, arm: str, seed: str) -> Run:
     return replace(cells[cell], arm=ARMS[arm], seed=int(seed))
 
 
-def do_again(run: Run, folder: Path):
-    """Train a run, published or not, and print its curve next to that of the archive."""
-    published = archive.read().get(run.name)
-    print(f"Training {run.name}. Starting vLLM takes half a minute.", flush=True)
-    for _, record in train_all([run], 1, prepare, train):
+def do_again(runs: Sequence[Run], folder: Path):
+    """Train runs of a cell, published or not, and print the curve of each next to that of the archive."""
+    published = archive.read()
+    print(f"Training {', '.join(run.name for run in runs)}. Starting vLLM takes half a minute.", flush=True)
+    for run, record in train_all(runs, 1, prepare, train):
         if isinstance(record, BaseException):
             raise record
         path = folder / "again" / f"{run.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, record)
-        print(f"{report.curves(published, record)}\n\nThe log of every step is in {path}.")
+        write(path, {"cell": run.cell.name, "arm": run.arm.name, "seed": run.seed, **record})
+        print(f"{report.curves(published.get(run.name), record)}\n\nThe log of every step is in {path}.", flush=True)
 
 
 def own_runs(args: Namespace) -> list[Run]:
@@ -133,7 +137,8 @@ def main():
     command = f"python benchmarks/arena/run.py --stage {' '.join(args.stage)}"
     folder = args.output_dir / "runs"
     if args.again:
-        do_again(the_run(*args.again), args.output_dir)
+        cell, arms, seeds = args.again
+        do_again([the_run(cell, arm, seed) for seed in seeds.split(",") for arm in arms.split(",")], args.output_dir)
         return
     archive.unpack(folder)
     if args.options is not None:
