@@ -406,6 +406,28 @@ def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     return "\n".join(lines)
 
 
+def again(rows: Sequence[Row], results: Mapping[str, Any], chosen: str) -> str:
+    """
+    A line per cell and arm of runs that one machine trained one after the other: the score, its seeds and falls, that of the
+    archive, and how far the chosen rule is above it by the rule for differences, with the spread of all published runs.
+    """
+    cells, published = scores(rows), of_all_stages(results)
+    archived, spread = scores(published), Spread([*published, *rows])
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    lines = [
+        f"| cell | arm | score | falls | in the archive | `{chosen}` differs by |",
+        "| --- " * 6 + "|",
+    ]
+    for cell, by_arm in cells.items():
+        for arm, by_seed in by_arm.items():
+            before = archived.get(cell, {}).get(arm)
+            gap = differ(by_arm[chosen], by_seed, spread(cell, chosen, arm)) if chosen in by_arm else 0.0
+            fell = f"{sum(falls[cell, arm, seed] for seed in by_seed)} of {len(by_seed)}"
+            found = [counted(by_seed), fell, counted(before) if before else "", f"{gap:+.2f}" if gap else "level"]
+            lines.append(f"| {cell} | `{arm}` | {' | '.join(found if arm != chosen else [*found[:3], ''])} |")
+    return "\n".join(lines)
+
+
 def pulls(rows: Sequence[Row]) -> str:
     """
     A line per cell and cap, of cells with several seeds of both: what bad tokens with a ratio above 1 do in the second half of

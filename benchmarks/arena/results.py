@@ -17,6 +17,7 @@ from seeds import scores, wanted
 Row = dict[str, Any]
 HERE = Path(__file__).parent
 DATA, PAGE = "results.json", "RESULTS.md"
+AGAIN = "again.json"  # runs of one machine, next to those of the archive
 OF_CORRECTION = "rollout_corr/"
 FALL = 0.1  # below an own best
 LAST = 3  # looks that are averaged
@@ -151,13 +152,30 @@ def write(results: dict[str, Any], path: Path):
     path.write_text(re.sub(r"\{\s+(\"cell\"[^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text) + "\n")
 
 
-def tables(results: Mapping[str, Any]) -> dict[str, str]:
+def again(runs: Path | None = None, published: Path = HERE / AGAIN) -> list[Row]:
+    """Runs that `--again` trained, those published before and those in a folder, as rows with every look."""
+    rows = {row["run"]: row for row in (json.loads(published.read_text()) if published.exists() else [])}
+    for path in sorted(runs.glob("*.json")) if runs is not None else []:
+        record = json.loads(path.read_text())
+        accuracy = record["accuracy"]
+        rows[path.stem] = {
+            "run": path.stem,
+            **{key: record[key] for key in ("cell", "arm", "seed")},
+            "accuracy": round(mean(accuracy[-LAST:]), 4),
+            "falls": falls(accuracy),
+            "looks": [round(value, 4) for value in accuracy],
+        }
+    return [rows[name] for name in sorted(rows)]
+
+
+def tables(results: Mapping[str, Any], of_one_machine: Sequence[Row] | None = None) -> dict[str, str]:
     """Text between the marks of the page, by mark."""
     parts = {"runs": report.counts(results), "kept": report.kept(results)}
     for stage, found in results.items():
         rows = found["rows"]
         parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
     parts["one_rule"] = report.one_rule(results, CHOSEN)
+    parts["again"] = report.again(again() if of_one_machine is None else of_one_machine, results, CHOSEN)
     return parts
 
 
@@ -177,6 +195,9 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 def publish(results: dict[str, Any], runs: Path, folder: Path = HERE):
     """Write results, their page, and the archive of the runs."""
     write(results, folder / DATA)
+    of_one_machine = again(runs.parent / "again", folder / AGAIN)
+    lines = ",\n".join(json.dumps(row) for row in of_one_machine)
+    (folder / AGAIN).write_text(f"[\n{lines}\n]\n")
     page = folder / PAGE
-    page.write_text(filled(page.read_text(), tables(results)))
+    page.write_text(filled(page.read_text(), tables(results, of_one_machine)))
     archive.pack(runs, [run.name for stage in STAGES.values() for run in stage()], folder / archive.ARCHIVE.name)
