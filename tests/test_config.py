@@ -635,9 +635,9 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         ),
         (
             {"rollout_correction": "auto"},
-            "auto: tokens with negative advantage are weighted by their ratio (trainer to sampler), at most 3, and the others "
-            "by 1, but for rounding. Tokens are rejected if their probability has moved with the update by more than 0.2 "
-            f"beyond rounding (token_tv), or if their ratio is below 0.001 (token_k1). {AROUND_OLD}.",
+            "auto: token importance weights, at most 3 for negative advantages and 1 for positive ones, except for rounding. "
+            "Tokens are rejected if they left a trust region of 0.2 beyond rounding (token_tv), or if their ratio is below "
+            "0.001 (token_k1).",
         ),
         (
             {"rollout_is": "token"},
@@ -672,6 +672,29 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
 )
 def test_the_line_of_a_run_says_what_is_done(fields, line):
     assert RolloutCorrectionConfig(**fields).description == line
+
+
+@quietly
+@pytest.mark.parametrize(
+    ("correction", "ends"),
+    [
+        (
+            "auto",
+            [
+                "(token_k1)",
+                "with GSPO, a completion gets the mean of its tokens' factors, where a rejected token counts 0.",
+            ],
+        ),
+        ("decoupled_token_is", ["at most 2. ", "a completion gets the mean"]),
+        ("decoupled_seq_is", ["at most 2. PPO clips around the trainer's old policy."]),
+    ],
+)
+def test_the_line_of_a_run_with_gspo_says_what_a_completion_gets(correction, ends):
+    fields = {"rollout_correction": correction, "importance_sampling_level": "sequence", "loss_type": "grpo"}
+    line = grpo(**fields).description
+    assert [end for end in ends if end.lower() not in line.lower()] == []
+    assert ("GSPO" in line) == (correction != "decoupled_seq_is")
+    assert "GSPO" not in grpo(rollout_correction=correction).description
 
 
 # Python, YAML, command line, files ------------------------------------------------------------------------------------

@@ -357,6 +357,25 @@ def test_trains_with_sequence_level_ratios(make, mode):
     assert_trains(make(**fields, importance_sampling_level="sequence", loss_type="grpo"))
 
 
+def test_gspo_with_auto_gives_a_completion_the_mean_of_the_factors_of_its_tokens(make):
+    trainer = make(rollout_correction="auto", importance_sampling_level="sequence", loss_type="grpo")
+    seen = []
+    enter_loss = trainer._enter_loss
+
+    def spy(inputs, logps, anchor, coefficients):
+        before = inputs["advantages"]
+        found = enter_loss(inputs, logps, anchor, coefficients)
+        seen.append((before, coefficients, trainer._loss_mask(inputs), inputs["advantages"]))
+        return found
+
+    trainer._enter_loss = spy
+    trainer.train()
+    assert any((factors[mask == 1] != 1).any() for _, factors, mask, _ in seen)
+    for advantages, factors, mask, entered in seen:
+        means = torch.stack([row[kept == 1].mean() for row, kept in zip(factors, mask, strict=True)])
+        torch.testing.assert_close(entered, (advantages * means)[:, None])
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -118,6 +118,13 @@ class Settings:
         return self.bounding is not None and not self.clips_around_sampler
 
     @property
+    def acting_on_parts(self) -> tuple[str, ...]:
+        """What acts on single tokens or turns: criteria, and the field of the weights."""
+        criteria = tuple(c.name for c in self.criteria if c.unit in ("token", "turn"))
+        weights = self.rollout_is in ("token", "turn") and self.applies_weights
+        return (*criteria, *(["rollout_is"] if weights else []))
+
+    @property
     def uses_turns(self) -> bool:
         """`True` if weights or criteria act on turns."""
         return self.rollout_is == "turn" or any(criterion.unit == "turn" for criterion in self.criteria)
@@ -194,12 +201,23 @@ _CLIPPING = {
     "reinforce": "the loss is REINFORCE, without clipping",
 }
 
+# TRL's ratio of completions gives the tokens of a completion one gradient
+_GSPO = "with GSPO, a completion gets the mean of its tokens' factors, where a rejected token counts 0"
 
-def settings_in_words(settings: Settings) -> str:
-    """At most three sentences about settings: the preset and its weights, rejected tokens, and the mode."""
+
+def settings_in_words(settings: Settings, *, level: str | None = None) -> str:
+    """
+    At most three sentences about settings: the preset and its weights, rejected tokens, and the mode. With weights and
+    rejection, none says that PPO clips as in TRL. `level` is TRL's `importance_sampling_level`.
+    """
     sentences = [] if settings.bounding is None else [_weights_in_words(settings)]
     sentences += [_rejection_in_words(settings)] if settings.criteria else []
-    sentences += [_CLIPPING[settings.mode]] if sentences or settings.bypass_mode else ["no correction"]
+    shares_gradient = level == "sequence" and bool(settings.acting_on_parts)
+    is_short = len(sentences) == 1 and not shares_gradient
+    mode = [_CLIPPING[settings.mode]] if settings.bypass_mode or is_short else []
+    mode += [_GSPO] if shares_gradient else []
+    sentences += ["; ".join(mode)] if mode else []
+    sentences = sentences or ["no correction"]
     with_changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
     name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}"
     measured = (
@@ -216,16 +234,25 @@ def _weights_in_words(settings: Settings) -> str:
     bounds: Any = settings.rollout_is_threshold
     assert bounding is not None
     unit = _UNITS[bounding.unit]
-    ratio = f"{'mean ' if settings.rollout_is == 'geometric' else ''}ratio (trainer to sampler)"
     if is_by_sign(bounds):
-        negative, positive = (_bounds_in_words(pair, clamps=bounding.clamps) for pair in bounds)
-        lower, upper = bounds[1]
-        others = f"the others by {lower:g}" if lower == upper else f"the others by theirs{positive}"
-        widened = ", but for rounding" if settings.rollout_allow_rounding else ""
-        weights = f"{unit}s with negative advantage are weighted by their {ratio}{negative}, and {others}{widened}"
-    else:
-        weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}"
+        negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
+        of = " (mean ratio)" if settings.rollout_is == "geometric" else ""
+        widened = ", except for rounding" if settings.rollout_allow_rounding else ""
+        signs = f"{negative} for negative advantages and {positive} for positive ones"
+        weights = f"{unit} importance weights{of}, {signs}{widened}"
+        return weights if settings.applies_weights else f"{weights}, only reported"
+    ratio = f"{'mean ' if settings.rollout_is == 'geometric' else ''}ratio (trainer to sampler)"
+    weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}"
     return weights if settings.applies_weights else f"{weights}, which is only reported"
+
+
+def _span_in_words(pair: list[float], *, clamps: bool) -> str:
+    lower, upper = pair
+    if not clamps:
+        return f"0 outside {_interval(pair)}"
+    if lower == upper:
+        return f"{lower:g}"
+    return f"within {_interval(pair)}" if lower > 0 else f"at most {upper:g}"
 
 
 def _bounds_in_words(bounds: float | list[float], *, clamps: bool) -> str:
@@ -253,7 +280,7 @@ def _fact_in_words(criterion: Criterion, bounds: Any, *, beyond_rounding: bool) 
         size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
         measure = "" if criterion.divergence == "tv" else "a KL divergence of "
         beyond = " beyond rounding" if beyond_rounding else ""
-        return f"their probability has moved with the update by more than {measure}{size}{beyond}"
+        return f"they left a trust region of {measure}{size}{beyond}"
     statistic = criterion.scope.partition("_")[2]
     if criterion.divergence == "k1":
         lower, upper = bounds

@@ -90,9 +90,8 @@ def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     asked = config.given & {"rollout_is", "rollout_rs", "rollout_correction"} and settings.rollout_correction != "auto"
     if not asked or not settings.changes_loss or config.importance_sampling_level != "sequence":
         return
-    acting = [f"`{name}`" for name in settings.rollout_rs or [] if name.startswith(("token_", "turn_"))]
-    if settings.rollout_is in ("token", "turn") and settings.applies_weights:
-        acting.append(f"`rollout_is={settings.rollout_is!r}`")
+    weights = f"rollout_is={settings.rollout_is!r}"
+    acting = [f"`{weights if name == 'rollout_is' else name}`" for name in settings.acting_on_parts]
     if acting:
         warn(
             f"{', '.join(acting)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all "

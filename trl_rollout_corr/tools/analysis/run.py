@@ -56,7 +56,7 @@ def _read(path: Path, name: str) -> Run:
         dump = open_dump(path, _COLUMNS)
         if has_settings(dump.settings):
             settings = read_settings(dump.settings, "the settings in the dump cannot be read")
-            about["correction"] = settings_in_words(settings)
+            about["correction"] = settings_in_words(settings, level=dump.settings.get("importance_sampling_level"))
         damage += dump.damage
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")
