@@ -74,7 +74,11 @@ def front_page(documents: str) -> str:
 
 
 def on_page_content(html: str, page, config, files) -> str:
-    """Show docstrings in TRL's format: types in backticks with the default beside them, classes as [`~trl.GRPOTrainer`]."""
+    """
+    Show docstrings in TRL's format: types in backticks with the default beside them, classes as [`~trl.GRPOTrainer`]. And
+    mark blocks of text whose columns would not be read if their lines were wrapped.
+    """
+    html = re.sub(r'(<div class="language-text )(highlight">.*?</div>)', marked, html, flags=re.DOTALL)
 
     def type_of(match: re.Match) -> str:
         words = re.sub(r"`([^`]+)`", r"<code>\1</code>", match[1]).replace("*optional*", "<em>optional</em>")
@@ -84,3 +88,15 @@ def on_page_content(html: str, page, config, files) -> str:
     return re.sub(
         r"\(<code>([^<]*`[^<]*)</code>(?:,\s*default:\s*<code>.*?</code>)?\s*\)", type_of, html, flags=re.DOTALL
     )
+
+
+def marked(block: re.Match) -> str:
+    """A block of text, with a class if it has wide lines in columns; otherwise in whole lines, which the page wraps."""
+    name, _, text = block[2].partition(">")
+    lines = re.sub("<[^>]*>", "", text).splitlines()
+    if any(len(line) > 60 and re.search(r"\S {3,}\S", line) for line in lines):
+        return f"{block[1]}columns {block[2]}"
+    joined = ""
+    while joined != text:  # a line that a terminal wrapped goes on with the same indent
+        joined, text = text, re.sub(r"^( *)(?=\S)(.{70,}[^.:\n])\n\1(?=\S)", r"\1\2 ", text, flags=re.MULTILINE)
+    return f"{block[1]}{name}>{text}"

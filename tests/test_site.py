@@ -79,3 +79,12 @@ def test_python_has_every_public_name_and_its_fields(site):
         assert f'id="trl_rollout_corr.{name}"' in text
     for field in dataclasses.fields(trl_rollout_corr.RolloutCorrectionConfig):
         assert field.name in text
+
+
+def test_messages_are_wrapped_by_the_page_and_tables_of_a_terminal_are_not(site):
+    pages = {page: (site / page / "index.html").read_text() for page in ("alarms", "tutorial")}
+    assert '<div class="language-text highlight">' in pages["alarms"]
+    assert "which explains it unless the gap came suddenly." in pages["alarms"]  # two lines of a terminal
+    (table,) = re.findall(r'<div class="([^"]+)"><pre><span></span><code>\| settings ', pages["tutorial"])
+    assert table == "language-text columns highlight"
+    assert ".columns" in (site / "site.css").read_text()
