@@ -204,6 +204,44 @@ def test_a_gap_by_the_sign_of_the_advantage_is_told(said):
     assert "in completions with a negative advantage" in text
 
 
+def against_rewarded_tokens(row, dice):
+    """Noise on the values where the advantage of the token is negative, with the mean ratio of samples."""
+    logps, punished = np.asarray(row["rollout_logps"]), np.asarray(row["advantages"]) < 0
+    scale = 0.3 * (1 - np.exp(logps)) * punished
+    row["rollout_logps"] = np.minimum(logps - scale * dice.normal(size=len(scale)) + scale**2 / 2, 0.0).tolist()
+
+
+def test_a_gap_by_the_sign_of_the_advantage_of_a_token_is_told(said):
+    """The advantages of a completion add up to 0, so that its mean tells nothing."""
+    text, answer, _ = said("by_reward", of_tokens=True, change=against_rewarded_tokens)
+    assert first(answer)[0] == "by_advantage"
+    assert "in tokens with a negative advantage" in text
+    assert answer["causes"][0]["share_of_squared_log_ratio"] > 0.9
+
+
+def cut_where_punished(row, dice):
+    """Values that are too large where the advantage of the token is negative, as those of `top_p` are."""
+    logps, punished = np.asarray(row["rollout_logps"]), np.asarray(row["advantages"]) < 0
+    row["rollout_logps"] = np.minimum(logps + 0.25 * punished, 0.0).tolist()
+
+
+def test_the_tokens_of_one_sign_are_looked_at_alone(said):
+    _, answer, _ = said("by_reward", of_tokens=True, change=cut_where_punished)
+    assert [cause["cause"] for cause in answer["causes"]] == ["by_advantage", "truncation"]
+
+
+def test_old_weights_are_seen_by_the_advantages_of_tokens(said):
+    """The trainer moved toward rewarded tokens, whatever the mean advantage of a completion."""
+    _, answer, _ = said("stale_unannounced", of_tokens=True, lag=8, steps=24)
+    assert first(answer)[0] == "stale"
+    assert answer["causes"][0]["evidence"]["rewarded"] > 0.3
+
+
+def test_old_weights_are_no_gap_by_the_sign_of_the_advantage(said):
+    """The policy moves toward rewarded tokens and away from the others, and not by the same amount."""
+    assert "(by_advantage)" not in said("stale", of_tokens=True, steps=24)[0]
+
+
 def test_prompts_of_one_step_are_no_prompts_that_are_always_off(said):
     """All prompts of some steps show the gap, because their steps do."""
     for name in ("lost_later", "8_bits_at_first"):

@@ -85,6 +85,7 @@ class Run:
     some: float = 1.0  # share of the completions with `drawn` and `told`
     pool: bool = False  # the completions of the first step come again and again
     change: Callable[[dict[str, Any], np.random.Generator], None] | None = None  # of a row
+    of_tokens: bool = False  # each token has an advantage of its own, and their mean over a completion is 0
     scores: bool = True  # completions are scored again after pushes
     entropy: bool = True  # the trainer logs its entropy
     about: dict[str, str] = field(
@@ -135,7 +136,9 @@ def write(run: Run, folder: Path, seed: int) -> Path:
         rewards = (good[ids[:, 2:]] * mask).sum(1) / lengths
         grouped = rewards.reshape(-1, GROUP)
         spread = grouped.std(1, keepdims=True) + 1e-4
-        advantages = ((grouped - grouped.mean(1, keepdims=True)) / spread).ravel()
+        advantages = ((grouped - grouped.mean(1, keepdims=True)) / spread).reshape(-1, 1) * mask
+        if run.of_tokens:
+            advantages = (good[ids[:, 2:]] - rewards[:, None]) * mask
         age = lag if run.announced else 0
         _write_step(run, folder, step, age, ids, lengths, train, reported, rewards, advantages, dice)
         entry: dict[str, Any] = {"loss": 0.0, "learning_rate": 1e-6 * run.schedule(step), "step": step}
@@ -172,9 +175,9 @@ def _learned(
     trainer: Policy, ids: np.ndarray, mask: np.ndarray, p: np.ndarray, advantages: np.ndarray, rate: float
 ) -> Policy:
     """The policy after a step of policy gradients, which is the sum over tokens over the number of completions."""
-    gradient = -p * (advantages[:, None] * mask)[..., None]
+    gradient = -p * (advantages * mask)[..., None]
     rows, places = np.indices(mask.shape)
-    gradient[rows, places, ids[:, 2:]] += advantages[:, None] * mask
+    gradient[rows, places, ids[:, 2:]] += advantages * mask
     tables = []
     for table, keys in ((trainer.last, ids[:, 1:-1]), (trainer.before, ids[:, :-2])):
         sums = np.zeros_like(table)
@@ -206,7 +209,8 @@ def _write_step(
             "step": step, "rank": 0, "sampled": True, "worst": False, "prompt": "", "completion": "", "tokens": [""] * n,
             "token_ids": ids[i, 2 : n + 2].tolist(), "mask": [True] * n, "train_logps": train[i, :n].tolist(),
             "rollout_logps": reported[i, :n].tolist(), "weights": None, "keep": [True] * n, "coefficients": [1.0] * n,
-            "reward": float(rewards[i]), "advantage": float(advantages[i]), "staleness": age,
+            "reward": float(rewards[i]), "advantage": float(advantages[i, :n].mean()), "staleness": age,
+            "advantages": advantages[i, :n].tolist() if run.of_tokens else None,
             "prompt_ids": ids[i, :2].tolist(), "padding": 0, "again_logps": None,
         }  # fmt: skip
         if run.change:

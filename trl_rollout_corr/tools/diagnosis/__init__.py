@@ -39,7 +39,7 @@ from .trl_log import course_of
 # Columns of a dump that a diagnosis needs; it quotes a few words of the text in `tokens` and `prompt`
 COLUMNS = (
     *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
-    *("prompt", "prompt_ids", "padding", "staleness", "advantage", "coefficients"),
+    *("prompt", "prompt_ids", "padding", "staleness", "advantage", "advantages", "coefficients"),
 )
 
 __all__ = ["Diagnosis", "DumpedTokens", "Finding", "diagnose", "diagnose_dump", "read_tokens"]

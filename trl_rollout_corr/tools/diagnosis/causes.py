@@ -119,7 +119,7 @@ CAUSES: dict[str, Cause] = {
         "model learns in a context that it never meets.",
     ),
     "by_advantage": Cause(
-        "completions whose advantage is of one sign, while the others of the same steps show less",
+        "completions or tokens whose advantage is of one sign, while the others of the same steps show less",
         Test(single_tokens.by_advantage, 1.5, 2.5),
         "Something that comes after the rewards makes the difference: values that are computed again or stored in "
         "another type for one kind, edited completions, or completions from another source, such as demonstrations. "

@@ -28,6 +28,7 @@ class Evidence(NamedTuple):
     words: str = ""  # text of the completions, which ends the sentence
     most: float = 0.99  # largest certainty that it allows: `POSSIBLE` where unknown causes would look the same
     rows: np.ndarray | None = None  # (B,), the sequences that show the gap, of a cause that is about a part of them
+    tokens: np.ndarray | None = None  # (N,), the tokens of these sequences that show it; `None` for all
 
 
 def mean(values: np.ndarray) -> float:

@@ -95,13 +95,14 @@ def first_step(o: DumpedTokens) -> float:
 def with_advantage(o: DumpedTokens) -> float:
     """
     Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, which averages 0 over samples of any
-    sampler, however sure it is. Returns 0 where chance explains the correlation.
+    sampler, however sure it is. Returns 0 where chance explains the correlation. The sums are over completions, or over
+    the tokens of one sign in each, if tokens have their own advantages.
     """
-    d = o.d * o.core
-    excess = o.of_rows(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(o.of_rows(np.square(d)), 1e-12))
-    finite = np.isfinite(excess) & np.isfinite(o.advantage)
-    correlation = spearman(excess[finite], o.advantage[finite]) if finite.any() else 0.0
-    return correlation if correlation * finite.sum() ** 0.5 > CHANCE else 0.0
+    d, means = o.d * o.core, o.parts.means
+    excess = means(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(means(np.square(d)), 1e-12))
+    known = np.isfinite(o.parts.advantage)
+    correlation = spearman(excess[known], o.parts.advantage[known]) if known.any() else 0.0
+    return correlation if correlation * known.sum() ** 0.5 > CHANCE else 0.0
 
 
 def as_small_as_rounding(o: DumpedTokens) -> bool:

@@ -26,6 +26,19 @@ class Broken(NamedTuple):
     to_the_end: np.ndarray  # True where no later token of the completion is finite, as behind a row of NaN logits
 
 
+class Parts(NamedTuple):
+    """`P` parts of sequences, in each of which the advantage has one sign."""
+
+    of_token: np.ndarray  # (N,), the part of each token
+    row: np.ndarray  # (P,), index of its sequence
+    tokens: np.ndarray  # how many it has
+    advantage: np.ndarray  # mean over its tokens
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """Means over the tokens of each part, `(P,)`, of values of the tokens, `(N,)`."""
+        return np.asarray(np.bincount(self.of_token, weights=values) / self.tokens)
+
+
 class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss with a log-probability of both policies.
@@ -62,6 +75,7 @@ class DumpedTokens:
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
         # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the log-ratio in nats
         self.row = sequences.row[counted]
+        self._place = np.flatnonzero(counted)  # of the token among all tokens of the dump
         self.train, self.rollout = (
             x[counted].astype(np.float64) for x in (sequences.train_logps, sequences.rollout_logps)
         )
@@ -70,7 +84,6 @@ class DumpedTokens:
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
         self.staleness, self.padding = sequences.staleness, sequences.padding
-        self.advantage = sequences.advantage.astype(np.float64)
         # For each token again: its id, its place in the completion, and whether it is at an end or just behind tokens
         # outside the loss
         self.token = sequences.token_ids[counted]
@@ -80,16 +93,17 @@ class DumpedTokens:
         self.last = self.position == sequences.lengths[self.row] - 1
         self.seam = _after_gap(sequences.mask, position)[counted]
         self.turn = sequences.turn[counted]  # counted over all completions
+        self.advantage = sequences.advantage_of_token[counted].astype(np.float64)
 
     def __len__(self) -> int:
         return len(self.d)
 
-    def within(self, rows: np.ndarray) -> "DumpedTokens":
+    def within(self, rows: np.ndarray, tokens: np.ndarray | None = None) -> "DumpedTokens":
         """
-        Tokens of some of the sequences, `(B,)`, as if the others were not in the dump. What was measured on all of
-        them, the scores after pushes and the entropy, is left out.
+        Tokens of some of the sequences, `(B,)`, and of these only some `tokens`, `(N,)`, as if the others were not in
+        the dump. What was measured on all of them, the scores after pushes and the entropy, is left out.
         """
-        part = self._sequences.only(rows)
+        part = self._sequences.only(rows, None if tokens is None else self._place[tokens])
         return DumpedTokens(
             part,
             self.settings,
@@ -168,6 +182,16 @@ class DumpedTokens:
     def level_of_rows(self) -> np.ndarray:
         """Mean level of the core of each sequence, `(B,)`, without signs; NaN without tokens."""
         return self.of_rows(np.abs(self.level) * self.core)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """
+        Parts of the sequences in which the advantage has one sign: the whole sequence, unless each token has its own.
+        """
+        sign = np.nan_to_num(np.sign(self.advantage), nan=2.0).astype(np.int64) + 1
+        keys, part = np.unique(4 * self.row.astype(np.int64) + sign, return_inverse=True)
+        tokens = np.bincount(part)
+        return Parts(part, keys // 4, tokens, np.bincount(part, self.advantage) / tokens)
 
     @cached_property
     def broken(self) -> Broken:

@@ -211,10 +211,12 @@ def _without_cause(o: DumpedTokens) -> str:
 
 def _within(o: DumpedTokens, finding: Finding, without: Collection[str]) -> list[Finding]:
     """The cause within the part of the sequences that a finding is about, if they are enough to look at alone."""
-    rows = finding.evidence.rows
-    if rows is None or o.lengths[rows].sum() < _ENOUGH:
+    rows, tokens = finding.evidence.rows, finding.evidence.tokens
+    if rows is None:
         return []
-    part = o.within(rows)
+    part = o.within(rows, tokens)
+    if len(part) < _ENOUGH:
+        return []
     found, ended = _look(part, STAGES, {*without, *OF_A_PART})
     found = found if found or ended else _look(part, DIFFUSE, without)[0]
     faults = sorted((x for x in found if not x.cause.normal), key=lambda x: -x.share * x.certainty)

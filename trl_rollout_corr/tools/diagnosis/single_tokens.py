@@ -6,6 +6,7 @@ log-probabilities of the sampled tokens.
 import numpy as np
 
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms, spearman, typical
+from .growth import CHANCE
 from .location import Split, begun, completions, growth
 from .observed import BINS, DumpedTokens, mean_of_equal
 from .scored_pushes import scored_pushes
@@ -375,33 +376,45 @@ def _some_scored_again(o: DumpedTokens) -> Evidence | None:
 def by_advantage(o: DumpedTokens) -> Evidence | None:
     """
     Test whether nearly all completions with one sign of the advantage show a gap that the others of the same step do
-    not.
+    not. Where tokens have their own advantages, the tokens of one sign in a completion count as one.
     """
-    size, positive = o.level_of_rows, o.advantage > 0
-    known = np.isfinite(size) & np.isfinite(o.advantage) & (o.advantage != 0)
+    parts, step = o.parts, o.step[o.parts.row]
+    size, positive = parts.means(np.abs(o.level) * o.core), parts.advantage > 0
+    known = np.isfinite(parts.advantage) & (parts.advantage != 0)
     later = o.turn_place > 0
     if np.square(o.d[later]).sum() > _ALL * o.total:  # completions with one turn are no comparison then
-        known &= np.isin(np.arange(len(known)), o.row[later])
+        known &= np.isin(np.arange(len(known)), parts.of_token[later])
     if min((known & positive).sum(), (known & ~positive).sum()) < _ENOUGH:
         return None
-    relative = size / np.maximum(mean_of_equal(o.step, np.where(known, size, 0.0), known.astype(float)), 1e-12)
+    relative = size / np.maximum(mean_of_equal(step, np.where(known, size, 0.0), known.astype(float)), 1e-12)
     sides = {"positive": relative[known & positive], "negative": relative[known & ~positive]}
     off = max(sides, key=lambda side: float(np.median(sides[side])))
     others = sides["negative" if off == "positive" else "positive"]
     ratio = float(np.median(sides[off])) / max(float(np.median(others)), 1e-12)
     lowest = float(np.quantile(sides[off], 1 - _MANY)) / max(float(np.quantile(others, _MANY)), 1e-12)
-    rows = known & (positive if off == "positive" else ~positive)
-    share = bounded(float(np.square(o.d[rows[o.row]]).sum()) / max(o.total, 1e-300))
-    numbers = {
-        "off": rms(o.d[o.core & rows[o.row]]),
-        "others": rms(o.d[o.core & (known & ~rows)[o.row]]),
-        "ratio": ratio,
-    }
+    deviating = known & (positive if off == "positive" else ~positive)
+    tokens, compared = deviating[parts.of_token], (known & ~deviating)[parts.of_token]
+    share = bounded(float(np.square(o.d[tokens]).sum()) / max(o.total, 1e-300))
+    numbers = {"off": rms(o.d[o.core & tokens]), "others": rms(o.d[o.core & compared]), "ratio": ratio}
+    mixed = len(np.unique(parts.row)) < len(parts.row)
+    if mixed and _moved(o, known & ~deviating):
+        return None
     sentence = (
-        f"|d| is {{off}} in completions with a {off} advantage, and {{others}} in the others: {{ratio}} times as "
-        "large at equally likely tokens of the same steps"
+        f"|d| is {{off}} in {'tokens' if mixed else 'completions'} with a {off} advantage, and {{others}} in the others: "
+        "{ratio} times as large at equally likely tokens of the same steps"
     )
-    return Evidence(ratio if lowest > 1 else 0.0, share, numbers, sentence, rows=rows)
+    rows = np.isin(np.arange(len(o.lengths)), parts.row[deviating])
+    statistic = ratio if lowest > 1 else 0.0
+    return Evidence(statistic, share, numbers, sentence, rows=rows, tokens=tokens if mixed else None)
+
+
+def _moved(o: DumpedTokens, parts: np.ndarray) -> bool:
+    """
+    True if the mean ratio of some parts, `(P,)`, is not 1: the trainer has moved toward rewarded tokens and away from
+    others, which alone makes their gaps differ.
+    """
+    ratios = o.parts.means(np.exp((o.d * o.core).clip(-5, 5)))[parts]
+    return abs(errors_from_1(ratios)) > CHANCE
 
 
 def _of_turns_or_padding(o: DumpedTokens, split: Split) -> bool:

@@ -39,6 +39,7 @@ def tensors_of(verl: Mapping[str, torch.Tensor]) -> Tensors:
         "coefficients": loss.float(),
         "reward": verl["token_level_scores"].sum(1),
         "advantage": (verl["advantages"] * loss).sum(1) / loss.sum(1).clamp(min=1),
+        "advantages": verl["advantages"],
         "weights": None,
         "staleness": None,
         "again_logps": None,

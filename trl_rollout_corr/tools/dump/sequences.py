@@ -55,12 +55,19 @@ class Sequences:
         """Sequences from rows in memory, made by [`~trl_rollout_corr.tools.dump.rows.make_row`], without text."""
         return cls(pa.Table.from_pylist(list(rows), schema=SCHEMA).drop_columns(_TEXT))
 
-    def only(self, rows: np.ndarray) -> "Sequences":
-        """The same sequences, of which only `rows` represent the batch: a boolean mask, `(B,)`."""
+    def only(self, rows: np.ndarray, tokens: np.ndarray | None = None) -> "Sequences":
+        """
+        The same sequences, of which only `rows` represent the batch, a boolean mask, `(B,)`, and of these only the
+        tokens with the indices `tokens` are counted.
+        """
         part = copy(self)
         for derived in ("represents", "counted"):
             part.__dict__.pop(derived, None)
         part.__dict__["sampled"] = self.represents & rows
+        if tokens is not None:
+            chosen = np.zeros(len(self.row), bool)
+            chosen[tokens] = True
+            part.__dict__["counted"] = part.counted & chosen
         return part
 
     def __len__(self) -> int:
