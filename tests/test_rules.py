@@ -97,7 +97,7 @@ def found(log, settings=None):
 
 def test_every_bound_is_tested():
     alone = {"unlearning", "gap_stays", "gap_clipped", "fresh_gap", "k3_lasting", "gap_by_sign", "cut", "clipped"}
-    alone |= {"other_draws"}
+    alone |= {"other_draws", "k3_early"}
     assert set(ILL) | alone == set(BOUNDS)
     assert len(BOUNDS) == sum(map(len, RULES))
 
@@ -837,6 +837,25 @@ def test_rounding_comforts_only_the_run_that_rounds_and_only_up_to_its_number(wh
         assert ("KV cache gave" in said) == (what == "cache" and gap > 0.03)
         assert ("INT8 weights gave" in said) == (what == "weights" and gap > 0.03)
         assert ("Rounding does not explain it" in said) == critical
+
+
+def test_a_gap_of_the_first_steps_of_fresh_weights_is_told_with_its_doubt_first():
+    def log(*gaps, **more):
+        return history(*[{**CORRECTED, **FRESH, "k3_kl": gap, "kl": gap, **more} for gap in gaps])
+
+    for settings in (config(), config(rollout_correction="trl"), None):
+        (alarm,) = examine(log(*[0.02] * 8), settings)
+        assert (alarm.bound, alarm.severity, alarm.step) == ("k3_early", "warning", 3)
+        assert alarm.why.startswith("This may be harmless")
+        assert "trl-rollout-corr diagnose" in alarm.advice
+    assert found(log(*[0.014] * 8), config()) == []
+    assert found(log(0.0003, 0.02, 0.034, *[0.02] * 9), config()) == []  # as a model that learns a new format
+    assert found(log(*[0.02] * 8, staleness_max=None), config()) == []
+    assert found(log(*[0.02] * 8, staleness_max=1.0), config()) == []
+    assert found(log(*[0.02] * 8), config(**DISABLED)) == ["k3_uncorrected"]
+    for engine in (engine for what, engine in ENGINES.items() if what):
+        assert found(log(*[0.02] * 8), config(rollout_engine_kwargs=engine)) == []
+    assert found(log(*[0.02] * 60), config()) == ["k3_early", "k3_lasting"]
 
 
 def test_a_large_gap_of_fresh_weights_is_critical_at_once():

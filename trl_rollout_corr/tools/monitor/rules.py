@@ -116,6 +116,17 @@ RULES = [
             "measure": conditions.gap_of_fresh_weights,
             "applies": lambda window: not window.rounds_more,
         },
+        {
+            "name": "k3_early",
+            "limit": 0.015,
+            "seen": "`k3_kl` has been at least {value} since the first step, above {limit:g}, with weights that are "
+            "known to be fresh.",
+            "why": "This may be harmless with experts or an engine in 8 bits; otherwise something differs, because {gave} "
+            "in our measurements.",
+            "advice": "{find}",
+            "measure": conditions.gap_from_the_start,
+            "applies": lambda window: window.corrects is not False and window.is_young and not window.rounds_more,
+        },
         key="k3_kl",
         seen="`k3_kl` is {value}, above {limit:g}, and nothing corrects for it.",
         why="{uncorrected}",
@@ -184,7 +195,7 @@ RULES = [
         why="Neither rounding nor a push knows the advantage, so something that comes after the rewards makes the "
         "difference.",
         advice="{find}",
-        applies=lambda window: window.age is not None and window.age < 1,
+        applies=lambda window: window.is_young,
         measure=conditions.gap_by_sign,
     ),
     _rule(

@@ -157,8 +157,8 @@ def _uncorrected(window: Window) -> str:
 
 def _corrected(window: Window) -> str:
     """Why a gap matters although the run corrects for it, or why it may be harmless."""
-    fresh = window.age is not None and window.age < 1  # its age explains nothing, and is no comfort
-    if fresh and origin(window) == "open" and _gap(window) <= HUGE:
+    # an age of 0 explains nothing, and is no comfort
+    if window.is_young and origin(window) == "open" and _gap(window) <= HUGE:
         return _CORRECTED_FRESH
     return _by_origin(_CORRECTED_HUGE if _gap(window) > HUGE else _CORRECTED, window)
 

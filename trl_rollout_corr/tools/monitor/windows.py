@@ -234,6 +234,11 @@ class Window:
         return known_age(None if age is None and oldest < 1 else oldest, self.step)
 
     @property
+    def is_young(self) -> bool:
+        """True if all completions so far are known to be of the trainer's weights."""
+        return self.age is not None and self.age < 1
+
+    @property
     def fresh(self) -> bool:
         """True if the policy did not train yet on the samples of the ratios."""
         return not self.reuses or self.settings is None or not self.settings.bypass_mode
