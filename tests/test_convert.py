@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from trl import GRPOConfig, RLOOConfig
 
 import trl_rollout_corr
 from tests.launching import HAS_ASYNCHRONOUS, ROOT, run
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.tools.translation import setting_files
 from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS, LACKS
 from trl_rollout_corr.tools.translation.trl import from_trl
 from trl_rollout_corr.tools.translation.verl import from_verl
@@ -23,6 +25,10 @@ from trl_rollout_corr.tools.translation.verl import from_verl
 
 INF = math.inf
 SECTION = "algorithm.rollout_correction"
+ASSUMED = (
+    "warning: The file is taken for one of GRPO, because no setting in it tells the trainer, and another trainer gets "
+    "another answer: add `--trainer rloo` if it is RLOO or `--trainer async_grpo` if it is asynchronous GRPO."
+)
 TOKEN = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 
 
@@ -704,6 +710,8 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
     text = PLAIN.format(length)
     _, said, output = convert(text)
     assert output == text + LINE
+    if shares:
+        assert said.pop() == ASSUMED
     assert ["max_completion_length" in line for line in said] == [True] * bool(shares)
     if shares:
         assert (
@@ -788,6 +796,39 @@ def test_a_section_of_verl_in_a_file_of_trl_is_translated(convert, text):
         assert written["num_generations"] == 8
         assert any("`learning_rate` is '1e-6' in the file, and 2e-06" in line for line in said)
     assert any("replaces TRL's own" in line for line in said) == ("vllm_importance" in text)
+
+
+def test_a_file_that_does_not_tell_its_trainer_is_told_which_one_was_assumed(convert, tmp_path, capsys):
+    text = PLAIN.format(8192)
+    path = tmp_path / "run.yaml"
+    for trainer, lines in {"grpo": 1, "rloo": 0, "async_grpo": 0}.items():
+        path.write_text(text)
+        for words in (["--trainer", trainer, str(path)], [str(path), "--trainer", trainer]):
+            _, said, output = convert(words)
+            assert (output, len(said)) == (text + LINE, lines)
+    for of_grpo in ("loss_type: dapo\n", "vllm_importance_sampling_mode: token_mask\n", "delta: 3.0\n"):
+        assert ASSUMED not in convert(text + of_grpo)[1]
+    assert (
+        ASSUMED not in convert("base_model: m\nrl: grpo\ntrl:\n  use_vllm: true\n  max_completion_length: 8192\n")[1]
+    )
+    section = (
+        "actor_rollout_ref: {actor: {clip_ratio_c: 3.0}}\nalgorithm: {%srollout_correction: {rollout_is: token}}\n"
+    )
+    written, said, _ = convert("learning_rate: 1e-6\n" + section % "")
+    assert ("delta" in written, ASSUMED in said) == (True, True)
+    written, said, _ = convert("learning_rate: 1e-6\n" + section % "adv_estimator: rloo, ")
+    assert ("delta" in written, ASSUMED in said) == (False, False)
+
+
+def test_the_trainer_of_verl_is_told_by_its_estimator(capsys):
+    assert main(["convert", "--trainer", "rloo", "algorithm.adv_estimator=grpo"]) == 2
+    assert "`algorithm.adv_estimator`" in capsys.readouterr().err
+
+
+def test_the_names_that_tell_a_trainer_are_fields_of_it_alone():
+    of_grpo, of_rloo = ({field.name for field in dataclasses.fields(x)} for x in (GRPOConfig, RLOOConfig))
+    assert of_grpo - of_rloo >= setting_files._OF_GRPO
+    assert of_rloo - of_grpo >= setting_files._OF_RLOO
 
 
 OTHER_TRAINERS = {

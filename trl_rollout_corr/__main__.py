@@ -79,9 +79,10 @@ def make_parser() -> argparse.ArgumentParser:
         description="Translate the settings of verl, SkyRL, TRL or Axolotl, and print YAML of this package and of "
         "TRL. A warning names each setting that is left out. In a training script of verl, put `trl-rollout-corr "
         "convert` in the place of `python3 -m verl.trainer.main_ppo`.",
-        usage="%(prog)s [-h] (FILE | KEY=VALUE [KEY=VALUE ...])",
+        usage="%(prog)s [-h] [--trainer {grpo,rloo,async_grpo}] (FILE | KEY=VALUE [KEY=VALUE ...])",
         allow_abbrev=False,
     )
+    _add_trainer_of_file(command)
     command.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -136,6 +137,14 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_check, subject="file")
     return parser
+
+
+def _add_trainer_of_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trainer",
+        choices=("grpo", "rloo", "async_grpo"),
+        help="trainer that a file of TRL is for (default: the one that its settings tell, or GRPO)",
+    )
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -234,9 +243,13 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _convert(args: argparse.Namespace) -> str:
     from .tools.translation.setting_files import convert
 
-    arguments = [*args.options, *args.arguments]  # argparse keeps options before the first argument apart
+    # argparse keeps options before the first argument apart, and takes ours behind it for one of them
+    last = argparse.ArgumentParser(prog="trl-rollout-corr convert", add_help=False, allow_abbrev=False)
+    _add_trainer_of_file(last)
+    named, behind = last.parse_known_args(args.arguments)
+    arguments = [*args.options, *behind]
     args.file = arguments[0] if len(arguments) == 1 else "convert"
-    return convert(arguments)
+    return convert(arguments, named.trainer or args.trainer)
 
 
 def _positive(text: str) -> int:

@@ -51,7 +51,11 @@ _OF_TRL = {
     "use_vllm",
     "vllm_mode",
 }
-# Names that only one of TRL's other trainers has
+# Names that only one of TRL's trainers has
+_OF_GRPO = {
+    *("cast_lm_head_to_fp32", "delta", "importance_sampling_level", "loss_type", "multi_objective_aggregation"),
+    *("off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile", "use_bias_correction_kl"),
+}
 _OF_RLOO = {"normalize_advantages", "reward_clip_range"}
 _OF_ASYNCHRONOUS = {
     "max_inflight_tasks",
@@ -74,6 +78,7 @@ _OPTIONS = {
     "use-rollout-logprobs": "`rollout_correction: bypass_ppo_clip`",
     "custom-tis-function-path": "a correction of its own (IcePop is `rollout_correction: decoupled_token_icepop`)",
 }
+_NAMES = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "asynchronous GRPO"}
 _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
@@ -149,11 +154,11 @@ def read_file(path: str) -> str:
 # Settings of other tools ---------------------------------------------------------------------------------------------
 
 
-def convert(arguments: list[str]) -> str:
+def convert(arguments: list[str], trainer: str | None = None) -> str:
     """
     Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of
     verl or SkyRL, to YAML of this package and of TRL. A warning names each omitted setting. YAML of TRL or Axolotl is
-    returned as a whole.
+    returned as a whole; `trainer` is the one that reads it, where its settings do not tell.
     """
     if len(arguments) == 1 and not _OVERRIDE.fullmatch(arguments[0]) and not _is_option(arguments[0]):
         text = read_file(arguments[0])
@@ -163,10 +168,18 @@ def convert(arguments: list[str]) -> str:
             if content.keys() & (_OF_TRL | _OF_RLOO | _OF_ASYNCHRONOUS) or any(
                 str(key).startswith(OF_TRL) for key in of_trl
             ):
-                return _convert_trl(text, content, node, of_trl)
+                return _convert_trl(text, content, node, of_trl, trainer)
+        _refuse_trainer(trainer)
         return _convert_settings(dict(_leaves(content)), _ONLY_VERL)
+    _refuse_trainer(trainer)
     settings, options = _read_overrides(arguments)
     return _convert_settings(settings, _OF_VERL, options)
+
+
+def _refuse_trainer(trainer: str | None) -> None:
+    if trainer is not None:
+        allowed = "the trainer of verl and SkyRL is in their settings: set `algorithm.adv_estimator` to grpo or rloo"
+        raise SelfContainedError(f"`--trainer {trainer}` is for files of TRL and Axolotl, and {allowed}.")
 
 
 def _is_option(argument: str) -> bool:
@@ -183,7 +196,42 @@ def system_of(content: Mapping[str, Any]) -> str:
     return "Axolotl" if "base_model" in content and isinstance(content.get("trl"), Mapping) else ""
 
 
-def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
+def _convert_trl(
+    text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any], named: str | None
+) -> str:
+    """
+    The YAML of TRL, or of Axolotl, for the trainer that is `named`, or that its settings tell. Otherwise it is taken
+    for GRPO's, and a warning says so if another trainer would change the answer.
+    """
+    trainer = named or _trainer_of(of_trl) or _estimator_of(content) or ("grpo" if of_trl is not content else None)
+    if trainer is not None:
+        return _convert_for(trainer, text, content, node, of_trl)
+    answers = {}
+    for name in _NAMES:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                answers[name] = _convert_for(name, text, content, node, of_trl), caught
+            except (ValueError, TypeError):
+                if name == "grpo":
+                    raise
+    answer, said = answers.pop("grpo")
+    for warning in said:
+        warnings.warn(warning.message, stacklevel=2)
+    of_answer = answer, [str(warning.message) for warning in said]
+    others = [name for name, (text, more) in answers.items() if (text, [str(x.message) for x in more]) != of_answer]
+    if others:
+        written = " or ".join(f"`--trainer {name}` if it is {_NAMES[name]}" for name in others)
+        warn(
+            "The file is taken for one of GRPO, because no setting in it tells the trainer, and another trainer gets "
+            f"another answer: add {written}."
+        )
+    return answer
+
+
+def _convert_for(
+    trainer: str, text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]
+) -> str:
     """
     The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own correction, or the
     fields for a section of verl or SkyRL in it, which is removed. Comments and all other lines stay.
@@ -198,7 +246,7 @@ def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, 
     if ours:
         named = f"fields of this package already (`{ours[0]}`)"
         warn(f"The file has {named}, needs no conversion, and is printed as it is.")
-        _warn_about_effects({name: content[name] for name in ours}, of_trl)
+        _warn_about_effects({name: content[name] for name in ours}, of_trl, trainer)
         return text
     of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(OF_TRL)}
     from_trl(of_correction)  # an error if one is refused
@@ -209,8 +257,8 @@ def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, 
     fields: dict[str, Any] = {"rollout_correction": "trl"}
     added: dict[str, Any] = {}
     if sections:
-        fields, added = _translate({name: content[name] for name in sections}, kept)
-    _warn_about_effects(fields, {**added, **of_trl})
+        fields, added = _translate({name: content[name] for name in sections}, kept, trainer)
+    _warn_about_effects(fields, {**added, **of_trl}, trainer)
     expected = {**kept, **added, **fields}
     text = _without_lines(text, node, sections)
     lines = yaml_lines({**added, **fields})
@@ -228,11 +276,20 @@ def _convert_trl(text: str, content: Mapping[str, Any], node: yaml.Node | None, 
     return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
 
 
-def _trainer_of(of_trl: Mapping[str, Any]) -> str:
-    """The trainer whose configuration takes these fields of TRL: GRPO's, unless only another one takes a field."""
+def _trainer_of(of_trl: Mapping[str, Any]) -> str | None:
+    """The only trainer whose configuration takes one of these fields of TRL; `None` without such a field."""
     if not _OF_ASYNCHRONOUS.isdisjoint(of_trl):
         return "async_grpo"
-    return "grpo" if _OF_RLOO.isdisjoint(of_trl) else "rloo"
+    if not _OF_RLOO.isdisjoint(of_trl):
+        return "rloo"
+    is_grpo = not _OF_GRPO.isdisjoint(of_trl) or any(str(name).startswith(OF_TRL) for name in of_trl)
+    return "grpo" if is_grpo else None
+
+
+def _estimator_of(settings: Mapping[str, Any]) -> str | None:
+    """The trainer that verl's or SkyRL's estimator of the advantage tells; `None` without one of TRL's."""
+    values = [str(x) for name, x in _leaves(settings) if counterpart(name) == "algorithm.adv_estimator"]
+    return values[0] if values and values[0] in TRAINERS else None
 
 
 def _sections_beside(content: Mapping[str, Any]) -> list[str]:
@@ -247,13 +304,16 @@ def _sections_beside(content: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _translate(sections: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, object]]:
+def _translate(
+    sections: Mapping[str, Any], kept: Mapping[str, Any], trainer: str
+) -> tuple[dict[str, Any], dict[str, object]]:
     """
-    Fields for sections of verl or SkyRL, and TRL's fields for their other settings that the rest of the file lacks.
+    Fields for sections of verl or SkyRL, and fields of TRL's `trainer` for their other settings that the rest of the
+    file lacks.
     """
     settings = dict(_leaves(sections))
     fields, others = from_skyrl(settings) if is_skyrl(settings) else _read_verl(settings, _ONLY_VERL)
-    added = to_trl(others, _trainer_of(kept))
+    added = to_trl(others, trainer)
     for name in added.keys() & kept.keys():
         value = added.pop(name)
         if value != kept[name]:
@@ -287,15 +347,15 @@ def _last_line(node: yaml.Node) -> int:
     return _last_line(last[1] if isinstance(last, tuple) else last)
 
 
-def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any]) -> None:
+def _warn_about_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any], trainer: str = "grpo") -> None:
     """Warn about what fields of this package and of TRL do to the loss, as the trainer does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the fields alone, for which the trainer has a check as well
         config = RolloutCorrectionConfig(**fields)
     own = {key: value for key, value in of_trl.items() if key in TRL_KEYS}
     default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
-    is_grpo = _trainer_of(of_trl) == "grpo"  # TRL's other losses have no weights
-    settings = resolve(config._parsed, default, lambda: from_trl(own) if is_grpo else {})
+    # TRL's other losses have no weights
+    settings = resolve(config._parsed, default, lambda: from_trl(own) if trainer == "grpo" else {})
     written = {**of_trl, **fields}
     for effect in effects(settings, written):
         decision = decide(settings, {**DEFAULTS_OF_TRL, "use_vllm": True, **written}, is_harmed=True)
@@ -348,9 +408,7 @@ def _convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], 
             warn("SkyRL does not correct with these settings, so that correction is off here as well.")
     trl = to_trl(others)
     _warn_about_effects(fields, {"use_vllm": True, **trl})
-    trainer = TRAINERS.get(
-        str(next((x for name, x in others.items() if counterpart(name) == "algorithm.adv_estimator"), ""))
-    )
+    trainer = TRAINERS.get(_estimator_of(others) or "")
     preset = None if "rollout_correction" in fields else preset_of(in_effect)
     lines = [f"# for {trainer}"] * bool(trainer) + ["use_vllm: true"]
     lines += [f"# the settings of the preset {preset}"] * bool(preset)
