@@ -566,6 +566,32 @@ def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch,
         assert steps == losses(make({"lags": (0,)}, **fields))
 
 
+@pytest.mark.parametrize(("requests", "longest"), [(None, 7), (9, 9), (3, 7)])
+def test_a_server_scores_texts_for_whose_logits_it_has_memory(make, tiny_model_path, monkeypatch, requests, longest):
+    """It computes the logits of a whole text at once, so that long completions are cut."""
+    from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
+    from trl_rollout_corr.tools.arrival import rescore, scoring_sampler
+
+    replicas, lengths = ReplicasHere(tiny_model_path), []
+
+    def score(url, name, text, replica):
+        lengths.append(len(text))
+        return replicas.score(url, name, text, 0)
+
+    monkeypatch.setattr(scoring_sampler, "score_on_server", score)
+    monkeypatch.setattr(scoring_sampler, "OF_SERVER", 7)
+    monkeypatch.setattr(PushesToServer, "server", "http://here")
+    monkeypatch.setattr(rescore, "FEWEST", 1)
+    server = {"scheduler_config": {"max_num_seqs": requests}, "model_config": {"logprobs_mode": "processed_logprobs"}}
+    monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)
+    trainer = make({"lags": (0,)}, extra={"weight_transfer": replicas}, rollout_monitor="warn", max_steps=3)
+    losses(trainer)
+    assert max(lengths) == longest
+    fresh = [entry[f"{PREFIX}fresh_k3_kl"] for entry in trainer.state.log_history if f"{PREFIX}fresh_k3_kl" in entry]
+    assert fresh
+    assert max(fresh) < 1e-5
+
+
 # Refused --------------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,8 @@ from tests.training import (
 )
 from trl_rollout_corr.tools.arrival import engine, scoring_sampler
 from trl_rollout_corr.tools.arrival.adapters import MergedWeights
-from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, is_due
+from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, choose, is_due
+from trl_rollout_corr.tools.arrival.scoring_sampler import OF_SERVER
 from trl_rollout_corr.tools.diagnosis import read_tokens
 from trl_rollout_corr.trainers import pushes
 
@@ -105,6 +106,18 @@ def test_a_score_makes_vllm_compute_the_logits_of_few_tokens_at_once(make, monke
     assert max(fresh) < 1e-8
     assert max(map(len, texts)) > 5
     assert {max(of_look) for of_look in at_once} == {5}
+
+
+@pytest.mark.parametrize(("prompt", "texts", "tokens"), [(100, 8, 156), (250, 8, 64), (500, 8, 12), (3000, 1, 64)])
+def test_a_server_reads_short_texts_however_long_its_prompts_are(prompt, texts, tokens):
+    ones = torch.ones(8, 2000, dtype=torch.long)
+    batch = {"prompt_ids": ones[:, :1].repeat(1, prompt), "completion_ids": ones, "completion_mask": ones}
+    batch["prompt_mask"] = batch["prompt_ids"]
+    found = choose(batch, ones, ones.float(), None, OF_SERVER)
+    assert [len(text.completion) for text in found] == [tokens] * texts
+    assert {len(text.ids) for text in found} == {prompt + tokens}
+    alone = choose(batch, ones, ones.float(), None, None)
+    assert [len(text.completion) for text in alone] == [min({1: 4096, 8: 512}[texts] - prompt, 2000)] * texts
 
 
 def test_scores_come_after_odd_and_even_pushes():

@@ -25,6 +25,7 @@ from .scoring_sampler import ScoringSampler
 
 MOST = 8  # completions
 TOKENS = 4096  # in all of them together, with their prompts
+FEWEST = 64  # tokens of a completion, however long its prompt is
 SPARSE = 33  # pushes between looks, at most; odd, as a fault of every second push would hide from even ones
 SURE = 3  # looks, after which a few completions are enough
 FEW = 2  # of these completions, unless they are further apart than usual or there are more replicas
@@ -99,7 +100,7 @@ class Rescore:
         """
         if not self.wants_batch:
             return
-        self._texts = choose(batch, mask, sampled, self.sampler.longest)
+        self._texts = choose(batch, mask, sampled, self.sampler.longest, self.sampler.at_once)
         if self._due and not self._older and self.pushes.scores_at_once:
             self._look()  # the first push came before any batch
 
@@ -251,30 +252,42 @@ def _concentration(gaps: torch.Tensor) -> torch.Tensor:
 
 
 def choose(
-    batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, longest: int | None
+    batch: Mapping[str, torch.Tensor],
+    mask: torch.Tensor,
+    sampled: torch.Tensor,
+    longest: int | None,
+    at_once: int | None = None,
 ) -> list[Text]:
-    """Evenly spaced completions of a batch, each cut to its share of the tokens; a single one if prompts are long."""
+    """
+    Evenly spaced completions of a batch, each cut to its share of the tokens; a single one if prompts are long. A text
+    has at most as many tokens as the sampler should read `at_once`, if its prompt allows that.
+    """
     n = len(batch["completion_ids"])
     rows = sorted({round(i * (n - 1) / max(1, MOST - 1)) for i in range(MOST)})
     room = TOKENS if longest is None else min(TOKENS, longest - 1)  # the sampler adds a token
-    texts = [_text(batch, mask, sampled, row, min(room, TOKENS // len(rows))) for row in rows]
+    texts = [_text(batch, mask, sampled, row, min(room, TOKENS // len(rows)), at_once) for row in rows]
     found = [text for text in texts if text is not None]
     if not found:
-        alone = (_text(batch, mask, sampled, row, room) for row in rows)
+        alone = (_text(batch, mask, sampled, row, room, at_once) for row in rows)
         found = [text for text in alone if text is not None][:1]
     return found
 
 
 def _text(
-    batch: Mapping[str, torch.Tensor], mask: torch.Tensor, sampled: torch.Tensor, row: int, room: int
+    batch: Mapping[str, torch.Tensor],
+    mask: torch.Tensor,
+    sampled: torch.Tensor,
+    row: int,
+    room: int,
+    at_once: int | None,
 ) -> Text | None:
     """
-    Completion in a row of a batch, cut so that it fits `room` tokens with its prompt; `None` without a token of the
-    loss.
+    Completion in a row of a batch, cut so that it fits `room` with its prompt, and, down to `FEWEST` tokens, `at_once`;
+    `None` without a token of the loss.
     """
     prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
     kept = batch["completion_mask"][row].bool()
-    n = room - len(prompt)
+    n = room - len(prompt) if at_once is None else min(room - len(prompt), max(at_once - len(prompt), FEWEST))
     if n < 1 or not prompt:
         return None
     parts = (batch["completion_ids"][row], mask[row].bool(), sampled[row])

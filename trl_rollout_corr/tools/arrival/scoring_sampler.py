@@ -7,6 +7,9 @@ from .engine import score_in_process
 from .server import replicas_of, score_on_server
 
 
+OF_SERVER = 256  # tokens
+
+
 class ScoringSampler:
     """The sampler that gets the `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) of a trainer."""
 
@@ -39,6 +42,17 @@ class ScoringSampler:
         """Most tokens that the sampler can read; `None` if unknown."""
         length: int | None = part_of(self.trainer._engine_config, "model_config", "max_model_len")
         return length
+
+    @property
+    def at_once(self) -> int | None:
+        """
+        Most tokens of a text that a server should read, because it computes the logits of all of them: 256, or as many
+        as it has reserved memory for, one for each request that it serves at the same time. `None` for an engine in
+        the process, which reads slices.
+        """
+        if self.pushes.engine is not None:
+            return None
+        return max(part_of(self.trainer._engine_config, "scheduler_config", "max_num_seqs") or 0, OF_SERVER)
 
     @property
     def doubt(self) -> str:
