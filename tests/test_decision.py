@@ -267,6 +267,93 @@ def test_alarms_and_causes_name_what_the_trainer_has(trainer, name):
         assert {key: getattr(after, key) for key in settings} == settings
 
 
+# How runs train that are refused, or that lack what others have
+MODES = {
+    "server": {"vllm_mode": "server"},
+    "a rollout function": {"use_vllm": False},
+    "tensor parallel": {"vllm_tensor_parallel_size": 2},
+    "8 bits": {"rollout_engine_kwargs": {"quantization": "fp8_per_channel", "hf_overrides": {"rope_theta": 1e4}}},
+    "GSPO": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "CISPO": {"loss_type": "cispo"},
+    "Liger": {"use_liger_kernel": True},
+    "penalties": {"generation_kwargs": {"presence_penalty": 0.5}},
+    "bfloat16": {"model_init_kwargs": {"dtype": "bfloat16"}},
+    "several steps": {"steps_per_generation": 4, "num_iterations": 2},
+}
+
+
+@pytest.mark.parametrize("trainer", [name for name in CLASSES if name != "AsyncGRPO"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_remedy_of_every_cause_is_possible_in_the_run_that_gets_it(trainer, mode, quantised):
+    """
+    Each configuration is built anew with what is to be pasted: none is refused, no setting is without effect that had
+    one, nothing that the run has set is lost, and nobody is told to keep weights of 4 bits in float32.
+    """
+    fields = {"use_vllm": True, "vllm_mode": "colocate", **MODES[mode]}
+    if not fields.keys() <= CLASSES[trainer].__dataclass_fields__.keys():
+        pytest.skip("a field of GRPO alone")
+
+    def built(**more):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = CLASSES[trainer](**MACHINE, **{**fields, **more})
+        return config, {str(x.message) for x in caught if issubclass(x.category, SettingWarning)}
+
+    config, said = built()
+    in_effect = settings_in_effect(config, config.settings)
+    about = {"trainer_quantization": "bitsandbytes" if quantised else "none"}
+    for cause in sorted({*CAUSES, *OTHER_CAUSES} - {"adapter_missing"}):
+        finding = Finding(cause, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
+        diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, config.settings, in_effect, about=about)
+        text, settings = remedy_for(diagnosis, finding)
+        after, more = built(**settings)
+        assert not [line for line in more - said if "has no effect" in line], cause
+        for name in settings:
+            before = getattr(config, name)
+            if isinstance(before, dict):
+                assert flat(before).keys() <= flat(getattr(after, name)).keys(), cause
+        if quantised:
+            assert "model_init_kwargs" not in settings
+            assert not re.search(r"(base|base weights) in float32", text), cause
+        if mode in ("server", "a rollout function"):
+            assert "rollout_engine_kwargs" not in settings
+
+
+@pytest.mark.parametrize("trainer", [name for name in CLASSES if name != "AsyncGRPO"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("correction", ["disabled", "trl", "decoupled_token_is", "bypass_ppo_clip"])
+def test_the_advice_of_every_alarm_is_possible_in_the_run_that_gets_it(trainer, mode, correction):
+    """The configuration is built anew with what a text says to set."""
+    fields = {"use_vllm": True, "vllm_mode": "colocate", "rollout_correction": correction, **MODES[mode]}
+    if not fields.keys() <= CLASSES[trainer].__dataclass_fields__.keys():
+        pytest.skip("a field of GRPO alone")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SettingWarning)
+        config = CLASSES[trainer](**MACHINE, **fields)
+    advised = set()
+    for bound, state in itertools.product(BOUNDS.values(), STATES.values()):
+        metrics = {f"{PREFIX}{key}": x for key, x in {**METRICS, **state}.items()}
+        metrics |= {"completions/clipped_ratio": 0.9, "clip_ratio/region_mean": 0.5, "step": 12}
+        window = Window(metrics, config.settings, fields=vars(config))
+        window.course.add(window)
+        if bound.applies(window):
+            advised |= {*values_in(fill(bound.advice, window, value=0.4, limit=0.5, side="below"))}
+    assert advised
+    for name, value in advised:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = CLASSES[trainer](**MACHINE, **{**fields, name: value})
+        assert getattr(config, name) == value
+        assert not [x for x in caught if f"`{name}` is set to" in str(x.message) and "no effect" in str(x.message)]
+
+
+def flat(mapping, above=""):
+    """A mapping by dotted names."""
+    parts = ({f"{above}{k}": x} if not isinstance(x, dict) else flat(x, f"{above}{k}.") for k, x in mapping.items())
+    return {name: x for part in parts for name, x in part.items()}
+
+
 HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
 
 

@@ -2,15 +2,20 @@
 
 import dataclasses
 import html
+import inspect
 import itertools
 import json
 import math
+import re
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationMethod
 
 from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
@@ -28,6 +33,7 @@ from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, re
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect, settings_of_run
 from trl_rollout_corr.tools.report.facts import analyse
+from trl_rollout_corr.trainers.metadata import trainer_metadata
 
 
 with benchmarks("diagnose") as load_module:
@@ -782,12 +788,38 @@ def test_mappings_are_in_effect_key_by_key():
     engine = {"dtype": "float32", "hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}
     assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs=engine) == {}
     assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs={"dtype": "float32"}) == {
-        "rollout_engine_kwargs": float32_head["rollout_engine_kwargs"]
+        "rollout_engine_kwargs": {"dtype": "float32", **float32_head["rollout_engine_kwargs"]}  # to paste
+    }
+    engine = {"hf_overrides": {"rope_theta": 1.0}}
+    assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs=engine) == {
+        "rollout_engine_kwargs": {"hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}
     }
     assert missing("truncation", top_p=1.0, top_k=None, min_p=0.0) == {}  # all of them are off
     assert missing("truncation", top_p=0.9, top_k=0, min_p=None) == {"top_p": 1.0}
     assert missing("penalty", repetition_penalty=1.2, generation_kwargs=None) == {"repetition_penalty": 1.0}
     assert missing("kv_cache", rollout_engine_kwargs=None) == {}  # `auto` is vLLM's default
+
+
+@pytest.mark.parametrize("name", ["frozen_base", "lora_merge"])
+def test_a_quantised_base_is_not_told_to_be_in_float32(tiny_model_path, name):
+    """As the diagnosis reads it from the metadata of the trainer."""
+    model = load_model(tiny_model_path)
+    plain = trainer_metadata(model, SimpleNamespace(bf16=True, fp16=False))
+    # as the quantisers of transformers mark a model, of which none runs on a CPU here
+    assert {"is_quantized", "quantization_method"} <= {*re.findall(r"\w+", inspect.getsource(HfQuantizer))}
+    model.is_quantized, model.quantization_method = True, QuantizationMethod.BITS_AND_BYTES
+    quantised = trainer_metadata(model, SimpleNamespace(bf16=True, fp16=False))
+    assert (plain["trainer_quantization"], quantised["trainer_quantization"]) == ("none", "bitsandbytes")
+    finding, fields = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, "")), {"model_init_kwargs": None}
+    advice = {
+        about["trainer_quantization"]: remedy_for(in_run(finding, fields)._replace(about=about), finding)
+        for about in (plain, quantised)
+    }
+    assert advice["none"][1] == {"model_init_kwargs": {"dtype": "float32"}}
+    text, settings = advice["bitsandbytes"]
+    assert settings == {}
+    assert "quantised base" in text
+    assert "base weights in float32" not in text
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])

@@ -7,14 +7,23 @@ import torch
 
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
-    """Type in which the trainer computes, kind of its adapter, and whether experts are routed."""
+    """
+    Type in which the trainer computes, how its weights are quantised, kind of its adapter, and whether experts are
+    routed.
+    """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
     adapters = getattr(model, "peft_config", None)
     configs = list(adapters.values()) if isinstance(adapters, dict) else []
     kind = next((getattr(config.peft_type, "value", config.peft_type) for config in configs), "")
     mixed = any("experts" in name.split(".") for name, _ in model.named_modules())
-    return {"trainer_dtype": computes, "adapter": str(kind or "none"), "experts": "routed" if mixed else "none"}
+    method = getattr(model, "quantization_method", None) if getattr(model, "is_quantized", False) else "none"
+    return {
+        "trainer_dtype": computes,
+        "trainer_quantization": str(getattr(method, "value", method) or "unknown"),
+        "adapter": str(kind or "none"),
+        "experts": "routed" if mixed else "none",
+    }
 
 
 def engine_metadata(config: Any) -> dict[str, str]:

@@ -27,6 +27,7 @@ class Cause(NamedTuple):
     remedy: str  # at the source first
     settings: Mapping[str, object] = {}  # of a trainer, as the remedy; empty where no setting helps
     otherwise: str = ""  # the remedy for a run that already uses these settings
+    on_quantised: str = ""  # the remedy for a trainer whose weights are quantised, if it is another one
     may_correct: bool = False  # True if a correction of the gap that is left would not hide a mistake
     normal: bool = False  # True for a cause in every run, where only a large gap is unhealthy
     fallback: Test | None = None  # finds it where nothing else explains the gap
@@ -48,6 +49,10 @@ _SMALLER = (
     "This is normal, because the layers still round. float16 on both sides makes the gap much smaller (recipe "
     "grpo/fp16.yaml)."
 )
+_IN_FLOAT32 = (
+    "let vLLM compute in float32 (`rollout_engine_kwargs: {dtype: float32}`, or `--dtype float32` of a server)"
+)
+_LOADED = ", or in asynchronous training let the server load the adapter itself"
 _FLOAT32_HEAD = {"hf_overrides": {"head_dtype": "float32"}}
 _FLOAT32_HEADS = {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": _FLOAT32_HEAD}
 
@@ -233,10 +238,12 @@ CAUSES: dict[str, Cause] = {
         "an adapter that is rounded when it is merged",
         Test(drift.lora_merge, 0.6, 0.9),
         "The sampler receives the adapter merged into bfloat16 weights, while the trainer adds the adapter's output. "
-        "Keep the base weights in float32, or let vLLM load the adapter itself. The gap stays as small as rounding.",
+        f"Keep the base weights in float32{_LOADED}. The gap stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
-        "The sampler rounds: let vLLM load the adapter itself, or compute in float32 (`rollout_engine_kwargs: {dtype: "
-        "float32}`). The gap stays as small as rounding.",
+        f"The sampler rounds: {_IN_FLOAT32}{_LOADED}. The gap stays as small as rounding.",
+        "The sampler receives the adapter merged into the base, rounded to bfloat16, while the trainer adds the "
+        f"adapter's output to a quantised base. To make the gap smaller, {_IN_FLOAT32}{_LOADED}. It stays as small as "
+        "rounding.",
         may_correct=True,
         normal=True,
     ),

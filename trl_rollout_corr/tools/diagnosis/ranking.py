@@ -110,6 +110,7 @@ class Diagnosis(NamedTuple):
     age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if unknown
     surprise: tuple[float, float, float] | None = None  # mean of -log p, entropy, and error; `None` if unknown
     harmed: bool = False  # the run shows an alarm that a correction concerns, or lost much of its gradient
+    about: Mapping[str, str] = {}  # what the run wrote of its model and its engine
 
     @property
     def corrects(self) -> bool:
@@ -194,6 +195,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         o.age,
         o.surprise,
         o.harmed,
+        o.about,
     )
 
 

@@ -104,8 +104,11 @@ def explains(finding: Finding) -> str:
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
     """What removes a cause in its run: sentences, and the settings to paste, without the ones in effect."""
     cause, run = finding.cause, diagnosis.fields
+    if cause.on_quantised and diagnosis.about.get("trainer_quantization", "none") != "none":
+        return cause.on_quantised, {}
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
     missing, elsewhere = _possible(missing, run)
+    missing = {name: _beside(value, run.get(name)) for name, value in missing.items()}
     names_it = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(elsewhere) for name in cause.settings)
     text = " ".join([*elsewhere, cause.otherwise] if names_it else [cause.remedy, *elsewhere])
     if cause.otherwise and not missing and not elsewhere:
@@ -114,6 +117,13 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if diagnosis.expected and not cause.normal:
         return f"Nothing has to be done. To make the gap smaller: {text[:1].lower()}{text[1:]}", missing
     return text, missing
+
+
+def _beside(value: object, run: object) -> object:
+    """An advised value to paste: a mapping keeps what the run has in its own."""
+    if not isinstance(value, Mapping) or not isinstance(run, Mapping):
+        return value
+    return {**run, **{name: _beside(x, run.get(name)) for name, x in value.items()}}
 
 
 _OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")
@@ -127,7 +137,12 @@ def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tupl
         return {}, [f"This trainer has no `{name}`." for name in lacking]
     remote = written and (run.get("use_vllm") is False or run.get("vllm_mode") != "colocate")
     elsewhere = {name: value for name, value in settings.items() if remote and name in _OF_ENGINE}
-    return {name: x for name, x in settings.items() if name not in elsewhere}, [*map(_elsewhere, elsewhere.items())]
+    sentences = [*map(_elsewhere, elsewhere.items())]
+    parallel = run.get("vllm_tensor_parallel_size")
+    if "rollout_routing" in settings and isinstance(parallel, int) and parallel > 1 and not remote:
+        elsewhere["rollout_routing"] = ...
+        sentences.append("For `rollout_routing`, vLLM must run without tensor parallelism.")
+    return {name: x for name, x in settings.items() if name not in elsewhere}, sentences
 
 
 def _elsewhere(setting: tuple[str, object]) -> str:

@@ -39,6 +39,7 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
     "top_p": (),
     "use_vllm": (),
     "vllm_mode": (),
+    "vllm_tensor_parallel_size": (),
     **dict.fromkeys(TRL_KEYS, ()),
 }
 
