@@ -28,7 +28,7 @@ from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.rule import Bound
-from trl_rollout_corr.tools.monitor.rules import BOUNDS, SILENCED
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import LOOK_AT_PUSH, OF_PUSH
 
 
@@ -42,16 +42,15 @@ IN_SHORT = {
     "uncorrected": "Not every run is harmed by a gap of up to 0.1, but training is biased, and the gap tends to grow.",
     "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",
     "gave": "bfloat16 gave 0.002",
-    "diagnose": "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
+    "diagnose": "Set `rollout_diagnose: true` and start again: it names the cause after the first step.",
     "cut": "If answers are cut, raise `max_completion_length`; otherwise look at some completions and their rewards.",
     "correct": "[Set the correction](#the-correction-to-set).",
-    "fell": "The weights shrink with length, even if nothing is wrong, because each completion gets one weight, the "
-    "product of its tokens' ratios.",
-    "find": "Find the cause: set `rollout_dump_dir`, train a few steps, and run `trl-rollout-corr diagnose` on the dump.",
+    "fell": "The weights shrink with length, even if nothing is wrong: each is the product of its tokens' ratios.",
+    "find": "[Find the cause](run.md#diagnose).",
     "began": ", and ... at the start",
     "length": " of ... tokens on average",
-    "no_tokens": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, also "
-    "one that a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
+    "no_tokens": "Check the `env_mask` of your `rollout_func`, and `mask_truncated_completions`, which leaves out every "
+    "completion without an EOS token, also one that a `stop` string has ended.",
 }
 
 
@@ -169,9 +168,8 @@ def alarm_sections(inside: str) -> str:
             "limit": Unknown() if _is_off(bound) else bound.limit,
             "side": "below" if bound.below else "above",
         }
-        quiet = ", ".join(f"`{other}`" for other in BOUNDS if other in SILENCED[bound.name])
         message = " ".join(f"{bound.seen} {rest}".format(**numbers, **IN_SHORT).split())
-        text[bound.name] = wrapped(f"{message}{f' Silences {quiet}.' if quiet else ''}", "> ")
+        text[bound.name] = wrapped(message, "> ")
     return sections(inside, text)
 
 

@@ -43,8 +43,8 @@ RULES = [
         limit=0.8,
         seen="A share of {value} of the completions is cut off at `max_completion_length`{began}.",
         why="Answers may be missing: the policy learns to write more than the limit, or no longer ends.",
-        advice="Look at some completions: if they go on well, raise `max_completion_length`, and if they repeat "
-        "themselves or do not end, go back to a checkpoint.",
+        advice="Look at some: if they go on well, raise `max_completion_length`, and if they repeat themselves, go "
+        "back to a checkpoint.",
         patience=5,
         measure=conditions.cut_since_the_start,
     ),
@@ -54,8 +54,7 @@ RULES = [
         limit=0.3,
         seen="A share of {value} is clipped at the first visit of a batch (`clip_ratio/region_mean`), above "
         "{limit:g}.",
-        why="In bypass mode the clip range is around the sampler, so that its gap alone, without any update, leaves "
-        "a narrow range.",
+        why="In bypass mode the clip range is around the sampler, so that the gap alone can use it up.",
         advice="Widen `epsilon` and `epsilon_high` until only a few are clipped in the first steps.",
         applies=lambda window: window.clips_at_once,
         measure=lambda window: window.of_trl("clip_ratio/region_mean"),
@@ -73,9 +72,9 @@ RULES = [
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value} of the tokens came without a finite log-probability.",
-        why="If the logits of the sampler are NaN, no policy drew the token; if a `rollout_func` returns None, or a "
-        "vLLM server -9999, perhaps only the number is missing.",
-        advice="No correction repairs this: look for NaN in the weights, and for a failed push of weights.",
+        why="If logits are NaN, no policy drew the token; if a `rollout_func` returns None, or a vLLM server -9999, "
+        "perhaps only the number is missing.",
+        advice="No correction repairs this: look for NaN in the weights, and for a failed push.",
     ),
     _rule(
         "k3_kl",
@@ -84,11 +83,10 @@ RULES = [
             "limit": LARGE_K3,
             "severity": "critical",
             "foretells_collapse": True,
-            "seen": "`k3_kl` has been at least {value} since the first step, above {limit:g}, where no update of the "
-            "weights can be the reason.",
-            "why": "Rounding does not explain it, because {gave} in our measurements: the sampler reads other "
-            "tokens, holds other weights, draws from another distribution, or reports log-probabilities of other "
-            "tokens.",
+            "seen": "`k3_kl` has been at least {value} since the first step, above {limit:g}, and no update is the "
+            "reason.",
+            "why": "Rounding does not explain it, because {gave} in our measurements: the sampler reads or reports "
+            "other tokens, holds other weights, or draws from another distribution.",
             "advice": "{diagnose}",
             "patience": 1,
             "measure": conditions.gap_from_the_start,
@@ -110,8 +108,7 @@ RULES = [
             "limit": 0.005,
             "seen": "`k3_kl` is {value} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} "
             "as well.",
-            "why": "The limit is of dense models in bfloat16, and with a lasting gap of 0.009 such runs of ours "
-            "collapsed.",
+            "why": "The limit is of dense models in bfloat16, and with a gap of 0.009 such runs of ours collapsed.",
             "advice": "{find}",
             "measure": conditions.gap_of_fresh_weights,
             "applies": lambda window: not window.rounds_more,
@@ -178,8 +175,8 @@ RULES = [
         key="kl",
         limit=0.01,
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value}.",
-        why="The mean ratio is 1 for any two policies, so the sampler never draws some tokens, or the tokens were "
-        "sampled with other log-probabilities.",
+        why="It is 1 for any two policies, so the sampler never draws some tokens, or reports other "
+        "log-probabilities than it drew with.",
         advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults, and check that "
         "log-probabilities are taken after temperature, belong to their tokens, and are no fillers, such as 0.0.",
         applies=lambda window: window.fresh,
@@ -192,8 +189,7 @@ RULES = [
         limit=0.002,
         seen="`kl_advantage_negative` and `kl_advantage_positive` differ by {value}, above {limit:g}, although the "
         "weights that sample are fresh.",
-        why="Neither rounding nor a push knows the advantage, so something that comes after the rewards makes the "
-        "difference.",
+        why="Neither rounding nor a push knows the advantage, so something after the rewards makes the difference.",
         advice="{find}",
         applies=lambda window: window.is_young,
         measure=conditions.gap_by_sign,
@@ -204,10 +200,10 @@ RULES = [
         limit=0.2,
         seen="`surprise` differs from TRL's `entropy` by a share of {value}, above {limit:g}, although `k3_kl` is "
         "small.",
-        why="The two are equal if tokens are drawn with the probabilities that are reported, so these were drawn "
-        "with another temperature, with `top_p`, or in another way.",
-        advice="Return the log-probabilities with which the tokens were drawn, or draw from the whole distribution "
-        "at the trainer's `temperature`.",
+        why="Tokens were not drawn with the probabilities that are reported, but with another temperature, with "
+        "`top_p`, or in another way.",
+        advice="Return the log-probabilities with which they were drawn, or draw from the whole distribution at the "
+        "trainer's `temperature`.",
         measure=conditions.draws,
     ),
     _rule(
@@ -254,15 +250,14 @@ RULES = [
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
-            "why": "Sampler and trainer are far apart, or completions are long: weights of whole completions shrink "
-            "with length.",
+            "why": "Sampler and trainer are far apart, or weights of whole completions shrink with length.",
             "advice": "{correct}",
         },
         {
             "name": "weight_mean_high",
             "limit": 2.0,
-            "why": "The mean multiplies the optimizer step, and a few tokens with a huge weight or wrong "
-            "log-probabilities raise it.",
+            "why": "It multiplies the optimizer step, and a few tokens with a huge weight or wrong log-probabilities "
+            "raise it.",
             "advice": "{correct}",
         },
         key="rollout_is_mean",
@@ -286,7 +281,7 @@ RULES = [
         key="rollout_rs_masked_fraction",
         limit=0.5,
         seen="A share of {value} of the tokens is rejected, above {limit:g}.",
-        why="Too few tokens are left to train on, and they are not a fair sample of the completions.",
+        why="Few tokens are left to train on, and they are no fair sample of the completions.",
         advice="{correct}",
         returns=False,
     ),

@@ -11,7 +11,7 @@ FRESHER = (
     "Push weights to the sampler more often (lower `steps_per_generation` or `num_iterations`, in asynchronous "
     "training `weight_sync_steps` or `max_staleness`)"
 )
-MOMENTUM = "If it lasts, the run learns nothing: only momentum and weight decay still change the weights."
+MOMENTUM = "If it lasts, only momentum and weight decay still change the weights."
 
 # `k3_kl` in the first steps of our runs, by what their engine rounds to fewer than 16 bits
 ROUNDED = {"": 0.002, "cache": 0.05, "weights": 0.02}
@@ -61,7 +61,7 @@ _SELDOM = "Rounding seldom explains it: {gave} in our measurements, so something
 _NEVER = "Rounding does not explain it: {gave} in our measurements, so something else differs."
 _FEW_BITS = "Weights with few bits may explain it: `trl-rollout-corr probe` measures how much."
 _DIAGNOSE = {
-    False: "Set `rollout_diagnose: true`, which names the cause after the first step, and start the run again.",
+    False: "Set `rollout_diagnose: true` and start again: it names the cause after the first step.",
     True: "Read what `rollout_diagnose` says about the first step, and start the run again without this cause.",
 }
 # Share of truncated completions that counts as most
@@ -76,9 +76,8 @@ _UNCUT = (
 )
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
 _NO_TOKENS = {
-    "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, also one "
-    "that a "
-    "`stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
+    "cut": "Check the `env_mask` of your `rollout_func`, and `mask_truncated_completions`, which leaves out every "
+    "completion without an EOS token, also one that a `stop` string has ended.",
     "ended": "Few completions were cut, so check the `env_mask` of your `rollout_func`: tokens with 0 there are not "
     "in the "
     "loss.",
@@ -175,8 +174,8 @@ def _began(window: Window) -> str:
 
 
 OF_PUSH = (
-    "The sampler may be older on purpose, and over many pushes the gap of the kernels may grow with the policy; "
-    "otherwise a jump means that a push did not arrive, or only in part, with a wrong scale, or at one replica of several."
+    "A push did not arrive, or only in part, with a wrong scale, or at one replica of several; but the sampler may be "
+    "older on purpose, and over many pushes the gap of the kernels may grow."
 )
 LOOK_AT_PUSH = (
     "If `age_k3_kl` was about as large before, look at the push; otherwise let sampler and trainer compute in the "
