@@ -60,50 +60,49 @@ CAUSES: dict[str, Cause] = {
     "nan_rows": Cause(
         "rows of logits that are NaN",
         Test(single_tokens.nan_rows, 0.0, 0.001),
-        "Stop at the first NaN with `rollout_nan_policy: raise`, and inspect the weights of that step. Then look for "
-        "a failed push of weights, an overflow in float16, and faulty kernels in the sampler.",
+        "Stop at the first NaN with `rollout_nan_policy: raise`, and inspect the weights of that step. Look for a "
+        "failed push, an overflow in float16, and faulty kernels in the sampler.",
         {"rollout_nan_policy": "raise"},
-        "Inspect the weights of the step that raised the error. Look for a failed push of weights, an overflow in "
-        "float16, and faulty kernels in the sampler.",
+        "Inspect the weights of the step that raised the error. Look for a failed push, an overflow in float16, and "
+        "faulty kernels in the sampler.",
     ),
     "missing": Cause(
         "tokens without a log-probability from the sampler",
         Test(single_tokens.missing, 0.0, 0.001),
         "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the "
-        "log-probability of each sampled token, and 0 in `env_mask` for tokens that nobody sampled. The loss leaves "
-        "such tokens out, unless `rollout_nan_policy` is neutralize.",
+        "log-probability of each sampled token, and 0 in `env_mask` for tokens that nobody sampled.",
         may_correct=True,
     ),
     "shift": Cause(
         "log-probabilities that are one token off",
         Test(single_tokens.shift, 0.6, 0.85),
-        "A `rollout_func` or environment returns log-probabilities that begin at the first token of the prompt, or "
-        f"that lack the last token. Return one log-probability for each sampled token, in the same order. {HIDES}",
+        "A `rollout_func` or environment returns log-probabilities that begin at the prompt, or lack the last token. "
+        f"Return one for each sampled token, in the same order. {HIDES}",
     ),
     "offset": Cause(
         "log-probabilities that are off by the same number at every token",
         Test(single_tokens.offset, 0.5, 0.8),
-        "A `rollout_func`, an environment or a server returns values that are not normalised, such as logits. Return "
+        "A `rollout_func`, environment or server returns values that are not normalised, such as logits. Return "
         f"`log_softmax` of all logits at the sampled token. {HIDES}",
     ),
     "not_sampled": Cause(
         "values that are not log-probabilities of the sampled tokens",
         Test(single_tokens.not_sampled, 0.3, 0.6),
-        "A `rollout_func` or environment fills in values, or returns the values of the likeliest token or of another "
-        "order. Return the log-probability of each sampled token, and leave out of the loss (`env_mask`) what nobody "
-        f"sampled: a tool's answer, or tokens that a grammar or a reasoning budget (`</think>`) forces. {HIDES}",
+        "A `rollout_func` or environment returns fillers, or values of the likeliest token or of another order. Return "
+        "those of the sampled tokens, and leave out of the loss (`env_mask`) what nobody sampled: a tool's answer, or "
+        f"what a grammar or a reasoning budget (`</think>`) forces. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
         Test(single_tokens.first_token, 6.0, 30.0),
-        "Compare the token ids at the start of the sampler's and the trainer's prompt. Send ids, not text, to the "
-        "sampler, and apply the chat template once. A correction is valid, but the completions answer another prompt.",
+        "Compare the first token ids of both prompts. Send ids, not text, to the sampler, and apply the chat template "
+        "once. A correction is valid, but the completions answer another prompt.",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
         Test(single_tokens.last_token, 6.0, 30.0),
-        "The last token was forced and not sampled, or the sampler stops at tokens that the trainer does not know. "
-        "Give both the same `eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
+        "The last token was forced, or the sampler stops at tokens that the trainer does not know. Give both the same "
+        "`eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
         {"mask_truncated_completions": True},
         "Truncated completions are left out of the loss already, so they are not the cause: give trainer and sampler "
         "the same `eos_token_id`, and use no stop strings.",
@@ -112,51 +111,49 @@ CAUSES: dict[str, Cause] = {
     "seams": Cause(
         "seams between turns: text that was tokenized again",
         Test(single_tokens.seams, 6.0, 30.0),
-        "Between turns, text was decoded and tokenized again, which gave other tokens. Keep the sampled token ids, "
-        "and append the token ids of the tool's answer to them.",
+        "Decoding and tokenizing again gave other tokens. Keep the sampled token ids, and append those of the tool's "
+        "answer.",
         may_correct=True,
     ),
     "later_turns": Cause(
         "another context in the second and later turns",
         Test(single_tokens.later_turns, 3.0, 6.0),
-        "Text was rendered again between turns, so that reasoning or special tokens were lost or added. Keep the "
-        "token ids of all turns, and append the ids of the tool's answer to them. A correction is valid, but the "
-        "model learns in a context that it never meets.",
+        "Text was rendered again between turns, which lost or added reasoning or special tokens. Keep the token ids of "
+        "all turns, and append those of the tool's answer. A correction is valid, but the model learns in a context "
+        "that it never meets.",
     ),
     "by_advantage": Cause(
         "completions or tokens whose advantage is of one sign, while the others of the same steps show less",
         Test(single_tokens.by_advantage, 1.5, 2.5),
-        "Something that comes after the rewards makes the difference: values that are computed again or stored in "
-        "another type for one kind, edited completions, or completions from another source, such as demonstrations. "
-        "Look at `kl_advantage_positive` and `kl_advantage_negative`: `k3_kl` may stay flat while the reward falls.",
+        "Look at what comes after the rewards: values that are computed again or stored in another type, edited "
+        "completions, or other sources, such as demonstrations. `k3_kl` may stay flat while the reward falls: watch "
+        "`kl_advantage_positive` and `kl_advantage_negative`.",
     ),
     "prefix_cache": Cause(
         "a prefix cache that is older than the weights",
         Test(drift.prefix_cache, 2.0, 4.0),
-        "The sampler reads keys and values that old weights computed for a prompt. Clear the cache after each push "
-        "(`reset_prefix_cache()` of vLLM's engine, or of TRL's client of a server), or start the server without it "
-        "(`--no-enable-prefix-caching`). A correction is valid, but the cache keeps getting older.",
+        "The sampler reads what old weights computed for a prompt. Clear the cache after each push "
+        "(`reset_prefix_cache()` of vLLM's engine, or of TRL's client of a server), or start the server with "
+        "`--no-enable-prefix-caching`. A correction is valid, but the cache keeps getting older.",
     ),
     "some_completions": Cause(
         "some completions, while others of the same steps show no gap",
         Test(single_tokens.some_completions, 3.0, 6.0),
-        "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. Log "
-        "which replica wrote each completion, send one request to each replica, and compare the log-probabilities. A "
-        "correction is valid if these completions come from other weights. If their log-probabilities are wrong, it "
-        "hides a mistake.",
+        "Find out what they share: a replica, an engine, an adapter, sampling parameters, a retry. Log which replica "
+        "wrote each completion, and compare the replicas on one request. A correction is valid if the weights differ, "
+        "and hides a mistake if the log-probabilities are wrong.",
     ),
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
         Test(precision.padding, 0.7, 0.9),
-        "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. A batch "
-        "of one does not remove the padding; `trl-rollout-corr probe MODEL` scores without it. Do not correct for it: "
-        "the trainer scores another policy than it should.",
+        "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. "
+        "`trl-rollout-corr probe MODEL` scores without padding. Do not correct for it: the trainer scores another "
+        "policy than it should.",
     ),
     "dropout": Cause(
         "dropout in the trainer",
         Test(precision.dropout, 0.4, 0.7),
-        "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` for an adapter. Then the trained policy is the "
-        "one that samples.",
+        "Switch it off: `disable_dropout: true`, and `lora_dropout: 0` for an adapter.",
         {"disable_dropout": True},
         "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
         may_correct=True,
@@ -164,10 +161,9 @@ CAUSES: dict[str, Cause] = {
     "some_prompts": Cause(
         "some prompts, and always the same",
         Test(single_tokens.some_prompts, 0.4, 0.7),
-        "Compare these prompts with the others, as the sampler and the trainer read them: length, special tokens, "
-        "images, and the adapter that the request names. Leave them out until the cause is found. A correction is "
-        "valid if the sampler reads these prompts differently. If their log-probabilities are wrong, it hides a "
-        "mistake.",
+        "Compare these prompts with the others, as both sides read them: length, special tokens, images, and the "
+        "adapter that the request names. Leave them out until then. A correction is valid if the sampler reads them "
+        "differently, and hides a mistake if the log-probabilities are wrong.",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -179,66 +175,62 @@ CAUSES: dict[str, Cause] = {
     "own_updates": Cause(
         "the policy's own updates",
         Test(drift.own_updates, 0.4, 0.6),
-        "In bypass mode, a batch that is trained on several times includes the updates since it was sampled. You need "
-        "not change anything. Without `bypass_mode`, sampler and updates are measured separately.",
+        "In bypass mode, a batch that is trained on several times includes the updates since then. You need not change "
+        "anything. Without `bypass_mode`, sampler and updates are measured separately.",
         may_correct=True,
     ),
     "recorded": Cause(
         "completions that were used before: a fixed pool, or a buffer that replays them",
         Test(drift.recorded, 0.2, 0.5),
-        "The trainer has learned from these completions since they were recorded: announce the step of the policy "
-        "that sampled them (`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio may "
-        "exceed 1, because the trainer has made these very tokens likelier.",
+        "The trainer has learned from them since: announce the step of the policy that sampled them "
+        "(`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio may exceed 1, because the "
+        "trainer has made these very tokens likelier.",
         may_correct=True,
     ),
     "changed": Cause(
         "something that changed at one step",
         Test(changes.changed, 1.5, 2.0),
-        "Find out what happened at this step: an engine that was restarted, quantised, or switched to other kernels, "
-        "training that was resumed, a replica that joined, other prompts, or longer completions. Weights that do not "
-        "arrive would make the gap grow further. `trl-rollout-corr diagnose` on the files of the steps before and "
-        "after it tells them apart.",
+        "Find out what happened then: an engine restarted, quantised or on other kernels, a resumed training, a new "
+        "replica, other prompts, or longer completions. `trl-rollout-corr diagnose` on the files of the steps before "
+        "and after it tells them apart. Weights that do not arrive would make the gap grow further.",
         may_correct=True,
     ),
     "never_pushed": Cause(
         "weights that do not arrive in the sampler",
         Test(scored_pushes.never_pushed, 0.4, 0.6),
-        "Trainer and sampler drift apart, whatever the age of the samples. Look at the push: the sampler may not know "
-        "the names of some parameters, an adapter may not be merged, or a server may load weights but keep its cache. "
-        f"{_GROWS} If vLLM runs in a coarser type than the trainer, or in FP8 or INT8, small updates may be lost to "
-        "rounding, which looks the same: then compute in one type, or correct for it.",
+        "Trainer and sampler drift apart, whatever the age of the samples. Look at the push: unknown names of "
+        "parameters, an adapter that is not merged, or a server that keeps its cache. "
+        f"{_GROWS} Updates that vLLM's coarser type, FP8 or INT8 rounds away look the same: then compute in one type, "
+        "or correct for it.",
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
         Test(scored_pushes.adapter_missing, 0.4, 0.6),
-        "The curves look as if the weights were stale, but the sampler still uses the base model, whatever age is "
-        "announced. Ask the server for its adapters (`/v1/models`), and check that requests name the adapter that was "
-        "pushed last. Start the server with `--enable-lora`, `--max-loras` two above `max_staleness` and "
-        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_GROWS}",
+        "The sampler still uses the base model, whatever age is announced. Ask the server for its adapters "
+        "(`/v1/models`), and check that requests name the one that was pushed last. Start it with `--enable-lora`, "
+        f"`--max-loras` two above `max_staleness` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_GROWS}",
     ),
     "pushed_in_part": Cause(
         "weights that arrive in part, or with a wrong scale",
         Test(scored_pushes.pushed_in_part, 0.4, 0.6),
-        "The sampler moves with each push, and yet not to the trainer's weights. Look for parameters that the engine leaves "
-        "out: biases, `modules_to_save` and magnitudes (DoRA) of an adapter, a head, experts; for the scale of an adapter; "
-        "and for one replica of several. Compare tensors in the engine with the trainer's after a push. " + _GROWS,
+        "Look for what the engine leaves out: biases, `modules_to_save` and magnitudes (DoRA) of an adapter, a head, "
+        "experts; for the scale of an adapter; and for one replica of several. Compare tensors in the engine with the "
+        f"trainer's after a push. {_GROWS}",
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
         Test(scored_pushes.standing_still, 0.4, 0.6),
         "Start a new run with the folder of the checkpoint as its model, and `learning_rate: 0`. "
-        "`resume_from_checkpoint` would not do, because it restores the rate. If the gap grows again, no update is "
-        "the cause: restart the engine, empty its caches, compare its version and kernels, and check whether "
-        "completions get longer.",
+        "`resume_from_checkpoint` would not do, because it restores the rate. If the gap grows again, restart the "
+        "engine, empty its caches, compare its version and kernels, and check whether completions get longer.",
         {"learning_rate": 0.0},
-        "The learning rate is 0 already, so no update is the cause: restart the engine, empty its caches, and compare "
-        "its version and kernels.",
+        "No update is the cause: restart the engine, empty its caches, and compare its version and kernels.",
     ),
     "lora_merge": Cause(
         "an adapter that is rounded when it is merged",
         Test(drift.lora_merge, 0.6, 0.9),
-        "The sampler receives the adapter merged into bfloat16 weights, while the trainer adds the adapter's output. "
-        f"Keep the base weights in float32{_LOADED}. The gap stays as small as rounding.",
+        "The sampler gets the adapter merged into bfloat16 weights. Keep the base in "
+        f"float32{_LOADED}. The gap stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
         f"The sampler rounds: {_IN_FLOAT32}{_LOADED}. The gap stays as small as rounding.",
         "The sampler receives the adapter merged into the base, rounded to bfloat16, while the trainer adds the "
@@ -250,8 +242,7 @@ CAUSES: dict[str, Cause] = {
     "truncation": Cause(
         "truncated sampling: top-p, top-k or min-p",
         Test(sampling.truncation, 0.2, 0.4),
-        "The sampler draws from a truncated distribution, and the trainer scores with the whole one. Sample from the "
-        "whole distribution.",
+        "The trainer scores with the whole distribution: sample from it as well.",
         {"top_p": 1.0, "top_k": 0, "min_p": None},
         f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
         may_correct=True,
@@ -259,8 +250,8 @@ CAUSES: dict[str, Cause] = {
     "penalty": Cause(
         "a penalty on repeated tokens",
         Test(sampling.penalty, 0.3, 0.5),
-        "The sampler's log-probabilities include a penalty that the trainer does not know. Remove it, also from "
-        "`generation_kwargs` and the model's `generation_config.json`.",
+        "The trainer does not know it: remove it, also from `generation_kwargs` and the model's "
+        "`generation_config.json`.",
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",
         may_correct=True,
@@ -277,16 +268,15 @@ CAUSES: dict[str, Cause] = {
     "other_draws": Cause(
         "tokens that were drawn from another distribution than their values",
         Test(sampling.other_draws, 0.1, 0.3),
-        "Trainer and sampler agree about the values, but the tokens were drawn with another temperature, with "
-        "`top_p`, or in another way. Return the log-probabilities of the distribution that tokens are drawn from "
-        f"(`--logprobs-mode processed_logprobs`), or draw from the whole one. {HIDES}",
+        "The tokens were drawn with another temperature, with `top_p`, or in another way. Return the log-probabilities "
+        "of the distribution that they are drawn from (`--logprobs-mode processed_logprobs`), or draw from the whole "
+        f"one. {HIDES}",
     ),
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
-        "A few tokens show a log-ratio of several nats, and the others almost none. Correct single tokens, not "
-        "completions: one such token would decide the weight of its completion. With vLLM in the training process and "
-        "without tensor parallelism, the trainer can also replay the sampler's experts.",
+        "Correct single tokens: one of them would decide the weight of its completion. With vLLM in the training process "
+        "and without tensor parallelism, the trainer can also replay the sampler's experts.",
         {"rollout_routing": "replay"},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on "
         "both sides make them fewer.",
@@ -305,17 +295,16 @@ CAUSES: dict[str, Cause] = {
         "a quantised sampler",
         Test(precision.quantised, 0.0, 1.0),
         "`auto` corrects for it: this gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 "
-        "with FP8 and INT8, depending on the model; `trl-rollout-corr probe` measures yours. Keep head, embeddings "
-        "and the key-value cache in 16 bits.",
+        "with FP8 and INT8; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value cache in "
+        "16 bits.",
         may_correct=True,
     ),
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed "
         "ones",
         Test(precision.weights, 0.12, 0.25),
-        "Sample with weights in the trainer's precision, or quantise the trainer in the same way. If nothing is "
-        "quantised, compare a weight in the engine with the trainer's. If the sampler lags on purpose, set "
-        "`trainer.rollout_step`.",
+        "Sample in the trainer's precision, or quantise the trainer in the same way. If nothing is quantised, compare a "
+        "weight in the engine with the trainer's. If the sampler lags on purpose, set `trainer.rollout_step`.",
         may_correct=True,
         fallback=Test(precision.noisy_weights, 0.55, 0.65),
     ),
@@ -331,8 +320,8 @@ CAUSES: dict[str, Cause] = {
     "rounding": Cause(
         "rounding of bfloat16 or float16",
         Test(precision.rounding, 0.4, 0.8),
-        "This is normal, because two kernels compute the same policy. A head in float32 on both sides makes the gap "
-        "smaller (recipe grpo/fp32_head.yaml). float16 on both sides makes it much smaller (recipe grpo/fp16.yaml).",
+        "This is normal, because two kernels compute the same policy. On both sides, a head in float32 makes the gap "
+        "smaller (recipe grpo/fp32_head.yaml), and float16 much smaller (recipe grpo/fp16.yaml).",
         _FLOAT32_HEADS,
         _SMALLER,
         may_correct=True,

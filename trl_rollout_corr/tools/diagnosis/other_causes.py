@@ -53,8 +53,8 @@ OTHER_CAUSES: dict[str, Cause] = {
     "whole_completions": Cause(
         "weights of whole completions, which shrink with length",
         Test(whole_completions, 0.2, 0.3),
-        "Each completion gets one weight, the product of its tokens' ratios, so even a small gap adds up: every step "
-        "is smaller than `learning_rate` says, and long completions count least.",
+        "Each weight is the product of a completion's ratios, so even a small gap adds up: every step is smaller than "
+        "`learning_rate` says, and long completions count least.",
         may_correct=True,
     ),
     "frozen_base": Cause(
