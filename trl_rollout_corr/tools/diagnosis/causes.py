@@ -139,9 +139,9 @@ CAUSES: dict[str, Cause] = {
     "some_completions": Cause(
         "some completions, while others of the same steps show no gap",
         Test(single_tokens.some_completions, 3.0, 6.0),
-        "Find out what they share: a replica, an engine, an adapter, sampling parameters, a retry. Log which replica "
-        "wrote each completion, and compare the replicas on one request. A correction is valid if the weights differ, "
-        "and hides a mistake if the log-probabilities are wrong.",
+        "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. "
+        "Log which replica wrote each completion, and compare the replicas on one request. A correction is valid "
+        "if the weights differ, and hides a mistake if the log-probabilities are wrong.",
     ),
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
@@ -162,8 +162,8 @@ CAUSES: dict[str, Cause] = {
         "some prompts, and always the same",
         Test(single_tokens.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, as both sides read them: length, special tokens, images, and the "
-        "adapter that the request names. Leave them out until then. A correction is valid if the sampler reads them "
-        "differently, and hides a mistake if the log-probabilities are wrong.",
+        "adapter that the request names. Leave them out until the cause is found. A correction is valid if the "
+        "sampler reads them differently, and hides a mistake if the log-probabilities are wrong.",
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -175,8 +175,8 @@ CAUSES: dict[str, Cause] = {
     "own_updates": Cause(
         "the policy's own updates",
         Test(drift.own_updates, 0.4, 0.6),
-        "In bypass mode, a batch that is trained on several times includes the updates since then. You need not change "
-        "anything. Without `bypass_mode`, sampler and updates are measured separately.",
+        "In bypass mode, a batch that is trained on several times includes the updates since it was sampled. You "
+        "need not change anything. Without `bypass_mode`, sampler and updates are measured separately.",
         may_correct=True,
     ),
     "recorded": Cause(
@@ -190,9 +190,10 @@ CAUSES: dict[str, Cause] = {
     "changed": Cause(
         "something that changed at one step",
         Test(changes.changed, 1.5, 2.0),
-        "Find out what happened then: an engine restarted, quantised or on other kernels, a resumed training, a new "
-        "replica, other prompts, or longer completions. `trl-rollout-corr diagnose` on the files of the steps before "
-        "and after it tells them apart. Weights that do not arrive would make the gap grow further.",
+        "Find out what happened at this step: an engine restarted, quantised or on other kernels, a resumed "
+        "training, a new replica, other prompts, or longer completions. `trl-rollout-corr diagnose` on the files "
+        "of the steps before and after it tells them apart. Weights that do not arrive would make the gap grow "
+        "further.",
         may_correct=True,
     ),
     "never_pushed": Cause(
