@@ -1,5 +1,6 @@
 """`compute_rollout_correction` against the loops of `reference.py`, and the properties it must have."""
 
+import json
 import math
 import re
 import statistics
@@ -8,9 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.correction import functional
+from trl_rollout_corr.correction.groups import add_up_groups
+from trl_rollout_corr.correction.rounding import measure_rounding
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, OF_PROBABILITIES
 
@@ -592,3 +597,62 @@ def test_a_criterion_of_the_user_of_another_shape_is_refused():
         corrected().adjusted(keep=torch.ones(4))
     with pytest.raises(ValueError, match=r"`weights` must have the shape \(1, 4\), got \(1, 1\)"):
         corrected().adjusted(weights=torch.ones(1, 1))
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+LONG = (4, 32_768)  # tokens
+
+
+def peak_of(compute, folder):
+    """Largest number of bytes that a computation has at once beyond its inputs, and what it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = compute()
+    path = str(folder / "trace.json")
+    profiled.export_chrome_trace(path)
+    with open(path) as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        now += event["args"]["Bytes"]
+        peak = max(peak, now)
+    assert peak > 0
+    return peak, found
+
+
+@pytest.mark.parametrize("block", [2**17, 2**15])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_correction": "auto"},
+        {"rollout_correction": "decoupled_token_is"},
+        {"rollout_is": "sequence"},
+        {
+            "rollout_is": "token",
+            "rollout_rs": "token_k1,seq_max_k2,token_tv",
+            "rollout_rs_threshold": "0.5_2.0,4.0,0.2",
+        },
+    ],
+)
+@pytest.mark.filterwarnings("ignore::trl_rollout_corr.messages.SettingWarning")
+def test_rows_of_many_tokens_need_the_memory_of_few_tensors(fields, block, monkeypatch, tmp_path):
+    """
+    Correction, metrics, groups and the measure of rounding take rows in blocks, so that they need at most 20 tensors of a
+    block beside what they return, however many rows there are.
+    """
+    monkeypatch.setattr(functional, "_BLOCK_ON_CPU", block)
+    torch.manual_seed(0)
+    rollout = -3 * torch.rand(LONG)
+    train, mask, advantages = rollout + 0.05 * torch.randn(LONG), torch.ones(LONG), torch.randn(len(rollout))
+    settings = RolloutCorrectionConfig(**fields).settings
+    rounding = torch.tensor([0.1, 0.1])
+
+    def computed():
+        found = compute_rollout_correction(train, rollout, mask, settings, advantages=advantages, rounding=rounding)
+        groups = add_up_groups(found.valid, found.keep, found.coefficients, advantages, advantages)
+        return found, groups, measure_rounding(train, rollout, mask, advantages > 0)
+
+    peak, _ = peak_of(computed, tmp_path)
+    one = 4 * block
+    returned = 3 * 4 * rollout.numel()  # weights, coefficients, and two masks
+    assert peak < 20 * one + returned
