@@ -36,7 +36,7 @@ class Cause(NamedTuple):
 _REFER = "importance weights would refer to a policy that no token was sampled from"
 # Only for values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
-_GROWS = "A correction is valid, but the gap keeps growing. So repair the push."
+_GROWS = "A correction is valid, but the gap keeps growing: repair the push."
 _RAW = (
     "A correction for another temperature is valid, but equal temperatures need none. Do not correct for "
     f"log-probabilities taken before temperature: the {_REFER}."
@@ -276,8 +276,8 @@ CAUSES: dict[str, Cause] = {
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
-        "Correct single tokens: one of them would decide the weight of its completion. With vLLM in the training process "
-        "and without tensor parallelism, the trainer can also replay the sampler's experts.",
+        "Correct single tokens: one token with other experts would decide the weight of its completion. With vLLM in the "
+        "training process and without tensor parallelism, the trainer can also replay the sampler's experts.",
         {"rollout_routing": "replay"},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on "
         "both sides make them fewer.",
