@@ -40,7 +40,7 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
 @pytest.mark.parametrize(
     ("kind", "lost"),
     [
-        *(("grpo", lost) for lost in ("everything", "the head", "one layer", "norms")),
+        *(("grpo", lost) for lost in ("everything", "the head", "one layer", "norms", "keys")),
         *(("grpo", lost) for lost in ("every second push", "every third push")),
         ("rloo", "the head"),  # `test_weight_check_runs.py` has the others
     ],
@@ -51,7 +51,12 @@ def test_what_does_not_arrive_ends_the_run(make, kind, lost):
     with losing(lost), pytest.raises(RuntimeError, match=NOT_THERE) as raised:
         trainer.train()
     assert "set `trainer.rollout_step`" in str(raised.value)
-    assert "`lm_head.weight`" in str(raised.value) or lost in ("one layer", "norms", "everything") or "push" in lost
+    assert (
+        "`lm_head.weight`" in str(raised.value)
+        or lost in ("one layer", "norms", "everything", "keys")
+        or "push" in lost
+    )
+    assert "k_proj" in str(raised.value) or lost != "keys"
     assert trainer.state.global_step <= 4
 
 

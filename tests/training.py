@@ -364,6 +364,7 @@ LOST: dict[str, Callable[[int, str], bool]] = {
     "the head": lambda push, name: name == "lm_head.weight",
     "one layer": lambda push, name: ".layers.1." in name,
     "norms": lambda push, name: "norm" in name,
+    "keys": lambda push, name: "k_proj.weight" in name,  # which vLLM fuses with queries and values
     "experts": lambda push, name: ".experts." in name,
     "one expert": lambda push, name: ".experts." in name,
     "every second push": lambda push, name: push % 2 == 1,

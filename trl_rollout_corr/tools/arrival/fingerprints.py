@@ -71,31 +71,48 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
 
     `held` maps each tensor of the model to its fingerprints, one for each form in which a layer keeps it, summed over
     `group`, the ranks that share the model. `places` maps each weight to the tensors that hold it, where that is
-    certain; `""` means the whole model. `quantised` lists tensors of 8 or 4 bits, and `unreadable` the weights held in
+    certain; `""` means the whole model. A tensor into which vLLM fuses several weights counts as one for each of them,
+    such as `qkv_proj.weight[k_proj]`. `quantised` lists tensors of 8 or 4 bits, and `unreadable` the weights held in
     another form. All consist of lists and numbers, because a server must send them.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
+    fused = getattr(model, "packed_modules_mapping", None) or {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # tied layers share the memory of their weights
     unreadable, quantised = set(), []
     for prefix, layer in model.named_modules():
         for parameter, x in layer.named_parameters(recurse=False):
             name = f"{prefix}.{parameter}".replace(".base_layer.", ".")
+            packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
+            # in a group each rank holds other columns
+            columns = packed_columns(layer) if x.dtype in READABLE and packed and group is None else None
+            rows = x if columns is None and not packed else columns.T if columns is not None else None
+            if parts := _parts(layer, fused.get(name.split(".")[-2:][0], []), rows):
+                forms_of |= {f"{name}[{part}]": [fingerprint(some)] for part, some in parts.items()}
+                continue
             forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
             if x.dtype in QUANTISED:
                 quantised.append(name)
             if x.dtype in _AS_BITS and x.numel() and not forms:
                 forms.append(fingerprint(x))
-            packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
-            if x.dtype in READABLE and packed and group is None:  # in a group each rank holds other columns
-                forms.append(fingerprint(packed_columns(layer)))
+            if columns is not None:
+                forms.append(fingerprint(columns))
             forms_of[name] = forms
             if not forms:
                 unreadable.add(name)
     held = _numbers({name: forms for name, forms in forms_of.items() if forms}, group)
     in_vllm = {name: _name_in_vllm(model, name) for name in names}
-    places = {name: place for name, known in in_vllm.items() if (place := _place(known, held, unreadable))}
+    places = {name: place for name, known in in_vllm.items() if (place := _place(known, name, held, unreadable))}
     missing = [name for name, known in in_vllm.items() if known is not None and name not in places]
     return {"held": held, "places": places, "quantised": quantised, "unreadable": missing}
+
+
+def _parts(layer: Any, names: list[str], rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Rows of each weight that vLLM fuses into a tensor, by its name; empty if it is another tensor or unknown."""
+    sizes = getattr(layer, "output_partition_sizes", None) or []
+    known = rows is not None and rows.dtype in READABLE and rows.dim() and len(sizes) == len(names) > 1
+    if rows is None or not known or len(rows) != sum(sizes):
+        return {}
+    return dict(zip(names, rows.split(sizes), strict=True))
 
 
 def _numbers(fingerprints: dict[str, list[torch.Tensor]], group: Any) -> dict[str, list]:
@@ -123,12 +140,18 @@ def _name_in_vllm(model: Any, name: str) -> str | None:
     return ".".join(part for part in (path, layer, parameter) if part)
 
 
-def _place(name: str | None, held: dict[str, list], unreadable: set[str]) -> list[str]:
-    """Tensors that hold a weight in vLLM; the whole model (`""`) if unknown; none if unreadable."""
+def _place(name: str | None, sent: str, held: dict[str, list], unreadable: set[str]) -> list[str]:
+    """
+    Tensors that hold a weight, which vLLM calls `name`; the whole model (`""`) if unknown; none if unreadable. `sent` is
+    its name in the checkpoint, which tells a part of a fused tensor.
+    """
     if name is None or name in unreadable:
         return []
     if name in held:
         return [name]
+    if parts := [tensor for tensor in held if tensor.startswith(f"{name}[")]:
+        own = f"{name}[{sent.split('.')[-2]}]"
+        return [own] if own in parts else parts  # all of them for a checkpoint that fuses as well
     if ".experts." in name:  # vLLM keeps all experts of a layer in one tensor
         prefix = name.split(".experts.")[0] + ".experts."
         experts = [tensor for tensor in held if tensor.startswith(prefix)]
