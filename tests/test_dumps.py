@@ -24,7 +24,7 @@ from tests.tiny import PROMPTS, StaleSampler
 from tests.training import TRAINERS, BrokenSampler, build, evaluation, losses, saying, watcher
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.tools import diagnosis as diagnosing
+from trl_rollout_corr.tools.diagnosis import command as diagnosing
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump import reading, writing
 from trl_rollout_corr.tools.dump.columns import FORMAT, SCHEMA

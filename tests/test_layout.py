@@ -117,8 +117,10 @@ TOOLS = {
         "causes",
         "other_causes",
         "ranking",
+        "of_dump",
         "text",
         "trl_log",
+        "command",
         "first_step",
     ],
     "tools.replay": [

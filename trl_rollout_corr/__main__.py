@@ -271,7 +271,7 @@ def _compare(args: argparse.Namespace) -> str:
 
 
 def _diagnose(args: argparse.Namespace) -> str:
-    from .tools.diagnosis import diagnose_dump
+    from .tools.diagnosis.command import diagnose_dump
 
     text, healthy = diagnose_dump(args.dump, as_json=args.json)
     args.code = 0 if healthy else 1

@@ -12,7 +12,7 @@ from ...settings.of_trl import given_to_trl
 from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ..decision import Decision, as_document, in_words
-from ..diagnosis import COLUMNS, decision_of
+from ..diagnosis.of_dump import COLUMNS, decision_of
 from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
 from ..formats import number, three_decimals, yaml_lines
@@ -24,7 +24,7 @@ from .run import clip_range
 from .spread import Spread, spread_of
 
 
-_COLUMNS = (*COLUMNS, "keep", "rounding_tv", "rounding_log_ratio", "advantages")  # of a dump
+_COLUMNS = (*COLUMNS, "keep", "rounding_tv", "rounding_log_ratio")  # of a dump
 _THIS_RUN = "this run"
 _REFERENCE = "disabled"
 

@@ -8,17 +8,15 @@ import pandas as pd
 from ...messages import PREFIX
 from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
-from ..diagnosis import Diagnosis, diagnose, observe_dump
+from ..diagnosis import Diagnosis, diagnose
+from ..diagnosis.of_dump import alarms_of_run, tokens_of
 from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, suspicions
-from ..dump.in_effect import settings_of_run
 from ..formats import number, steps
 from ..monitor.conditions import without_advantages
-from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
-from ..run_facts import iterations_of
 
 
 # Metrics with a healthy band in a box or a chart
@@ -54,9 +52,8 @@ class Facts(NamedTuple):
 def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
-    fields = {} if run.dump is None else run.dump.settings
     course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
-    alarms = alarms_of_log(run.entries, run.settings, num_iterations=iterations_of(fields), fields=fields)
+    alarms = alarms_of_run(run.entries, {} if run.dump is None else run.dump.settings)
     diagnosis = None if letter else _diagnose(run, alarms)
     return Facts(name, letter, run, windows, alarms, diagnosis, course)
 
@@ -160,7 +157,6 @@ def _diagnose(run: Run, alarms: list[Alarm]) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        settings = settings_of_run(run.dump.settings)
-        return diagnose(observe_dump(run.dump, settings, alarms, small=is_small(run.entries)))
+        return diagnose(tokens_of(run.dump, run.entries, alarms))
     except ValueError:  # too few tokens
         return None

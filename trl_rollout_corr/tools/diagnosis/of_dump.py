@@ -1,0 +1,155 @@
+"""
+From a dump and the log of its run to the tokens that `ranking` diagnoses. Whoever diagnoses a dump begins here: the
+commands `diagnose` and `compare`, the report, and the benchmarks.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...messages import PREFIX, warn
+from ...settings.resolve import Settings
+from ..bands import HEALTHY
+from ..decision import Decision, decide, gap_of
+from ..dump.folder import read_logs
+from ..dump.in_effect import settings_of_run
+from ..dump.reading import Dump, open_dump
+from ..monitor.examine import alarms_of_log, is_small
+from ..monitor.rule import Alarm
+from ..monitor.rules import BOUNDS
+from ..monitor.stock import value_of
+from ..run_facts import iterations_of
+from .observed import DumpedTokens
+from .ranking import diagnose
+
+
+Log = Sequence[Mapping[str, Any]]  # entries of the log of a run, each with a `step`
+
+# Columns of a dump that a diagnosis needs; it quotes a few words of the text in `tokens` and `prompt`
+COLUMNS = (
+    *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
+    *("prompt", "prompt_ids", "padding", "staleness", "advantage", "advantages", "coefficients"),
+)
+
+
+def open_for_diagnosis(path: str | Path) -> Dump:
+    """
+    The parts of a dump (folder or file), or of a run that contains one, that a diagnosis needs. Warns about damage.
+    Raises a `ValueError` of one line without a dump.
+    """
+    dump = open_dump(path, COLUMNS, worst=False)
+    for damage in dump.damage:
+        warn(f"{path}: {damage}.")
+    return dump
+
+
+def read_tokens(path: str | Path) -> DumpedTokens:
+    """The tokens of a dump, given as in [`open_for_diagnosis`]."""
+    return tokens_of(open_for_diagnosis(path))
+
+
+def alarms_of_run(log: Log, fields: Mapping[str, Any]) -> list[Alarm]:
+    """The alarms in the log of a run. `fields` are what its dump keeps of its configuration; empty without a dump."""
+    return alarms_of_log(log, settings_of_run(fields), num_iterations=iterations_of(fields), fields=fields)
+
+
+def tokens_of(dump: Dump, log: Log | None = None, alarms: Sequence[Alarm] | None = None) -> DumpedTokens:
+    """
+    The tokens of an opened dump, and what the log of its run says about them. By default this is the log in the dump,
+    and `alarms` are the alarms in it.
+    """
+    log = read_logs(dump.path) if log is None else log
+    alarms = alarms_of_run(log, dump.settings) if alarms is None else alarms
+    settings, step = settings_of_run(dump.settings), dump.sequences.step
+    rates, last = _rates(log), int(step.max())
+    asks = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms)
+    return DumpedTokens(
+        dump.sequences,
+        settings,
+        dump.settings,
+        dump.about,
+        _movement(rates, step),
+        quiet=is_small(log) and not alarms,
+        harmed=asks or _loses_gradient(dump, settings),
+        age=dump.age,
+        scored_again=_scored_again(log, last),
+        texts_off=_texts_off(log, last),
+        entropy=_entropy(log, step),
+        rates=rates,
+    )
+
+
+def decision_of(dump: Dump) -> Decision:
+    """The correction to set, by the tokens of an opened dump and the log of its run."""
+    tokens = tokens_of(dump)
+    try:
+        return diagnose(tokens).decision
+    except ValueError:  # too few tokens
+        return decide(tokens.settings, tokens.fields, gap=gap_of(tokens.size), is_harmed=tokens.harmed)
+
+
+# What the dump and the log say about the run -------------------------------------------------------------------------
+
+
+def _loses_gradient(dump: Dump, settings: Settings | None) -> bool:
+    """True if the mean factor of the policy gradient, over tokens of the loss, is unhealthy in the dump."""
+    here = dump.sequences.counted
+    if settings is None or not settings.corrects or settings.clips_around_sampler or not here.any():
+        return False
+    low, high = HEALTHY["effective_lr"]
+    assert low is not None
+    assert high is not None
+    return not low <= float(dump.sequences.coefficients[here].mean()) <= high
+
+
+def _entropy(log: Log, steps: np.ndarray) -> dict[int, float]:
+    """
+    TRL's `entropy` by the optimizer step of the dump: an entry of the log covers the steps since the one before it.
+    """
+    known = sorted((int(entry["step"]), x) for entry in log if (x := value_of(entry, "entropy")) is not None)
+    until = np.array([step for step, _ in known])
+    places = {int(step): int(np.searchsorted(until, step)) for step in np.unique(steps)}
+    return {step: known[place][1] for step, place in places.items() if place < len(known)}
+
+
+def _scored_again(log: Log, last: int) -> list[tuple[int, float, float]]:
+    """Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, in order, up to step `last`; NaN if unknown."""
+    found = []
+    for entry in log:
+        fresh, age = (value_of(entry, f"{PREFIX}{name}_k3_kl") for name in ("fresh", "age"))
+        if fresh is not None and entry["step"] <= last:
+            found.append((int(entry["step"]), fresh, np.nan if age is None else age))
+    return found
+
+
+def _texts_off(log: Log, last: int) -> tuple[float, float] | None:
+    """`fresh_texts_off` and `fresh_texts` of the latest score after a push up to step `last`; `None` if unknown."""
+    found = None
+    for entry in log:
+        off, n = (value_of(entry, f"{PREFIX}{name}") for name in ("fresh_texts_off", "fresh_texts"))
+        if off is not None and n is not None and entry["step"] <= last:
+            found = off, n
+    return found
+
+
+def _rates(log: Log) -> list[tuple[int, float]]:
+    """
+    Step and learning rate of each entry of the log that has one, in order. It covers the steps since the one before
+    it.
+    """
+    return sorted(
+        (int(x["step"]), float(x["learning_rate"])) for x in log if isinstance(x.get("learning_rate"), float | int)
+    )
+
+
+def _movement(rates: Sequence[tuple[int, float]], steps: np.ndarray) -> float:
+    """Sum of the learning rates of the steps after the first of the dump; NaN if the log lacks any of them."""
+    first, last = int(steps.min()), int(steps.max())
+    known, total = first, 0.0
+    for step, rate in rates:
+        until = min(step, last)
+        total += max(until - known, 0) * rate
+        known = max(known, until)
+    return total if known == last > first else np.nan
