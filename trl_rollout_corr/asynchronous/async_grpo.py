@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from ..door import check_served_adapter
 from ..settings.config import RolloutCorrectionConfig
 from ..trainers.batches import TAGS, CorrectsBatches
-from ..trainers.keys import MISSING, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
+from ..trainers.keys import NOT_GIVEN, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..trainers.metadata import engine_metadata
 from ..trainers.model_checks import check_types
 from ..trainers.observer import CorrectedBatch
@@ -214,7 +214,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
             # Without a number of the sampler, a ratio is 1, as in TRL's other trainers. A ratio that is infinite is
             # beyond every clip range, and has no gradient
             ratio = (logps - old).exp()
-            advantages, old = advantages.masked_fill(ratio.isinf(), 0.0), torch.where(ratio.isfinite(), old, logps)
+            known = ratio.isfinite() & (old != NOT_GIVEN)
+            advantages, old = advantages.masked_fill(ratio.isinf(), 0.0), torch.where(known, old, logps)
         placeholders["advantages"].fill(selected, advantages)
         placeholders["old_log_probs"].fill(selected, old)
 
@@ -230,8 +231,6 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
             ROLLOUT_STEP: inputs[ROLLOUT_STEP][0],
             PADDING: torch.zeros_like(inputs[ROLLOUT_STEP][0]),  # rows are packed
         }
-        if MISSING in inputs:
-            batch[MISSING] = inputs[MISSING][0]
         if TOOLS in inputs:
             batch["tool_mask"] = terms.mask
         return batch | {key: inputs[TEXT_PREFIX + key][0] for key in TEXT if TEXT_PREFIX + key in inputs}

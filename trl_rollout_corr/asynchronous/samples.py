@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..trainers.completions import sampled_logps
-from ..trainers.keys import MISSING, REWARDS, ROLLOUT_STEP
+from ..trainers.keys import REWARDS, ROLLOUT_STEP
 from .trl_parts import RolloutSample, TreeRow
 
 
@@ -38,7 +38,6 @@ class WatchedQueue:
         self._queue = queue
         self._last: RolloutSample | None = None
         self._n_dropped = 0
-        self.missing = np.zeros(0, bool)  # tokens of the last sample of which the worker has no log-probability (None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -48,8 +47,6 @@ class WatchedQueue:
             self._n_dropped += bool(self._last.completion_mask.any())
             self._last = None
         sample = self._queue.get(*args, **kwargs)
-        if sample.old_log_probs is not None:
-            self.missing = np.array([x is None for x in sample.old_log_probs], bool)
         self._last = checked(sample)
         return self._last
 
@@ -104,7 +101,7 @@ class AnnotatedSamples(torch.utils.data.IterableDataset):
             sample = self._queue.take_last()
             step = self._step_of.get(sample.model_version, np.nan)
             reward = (sample.metrics or {}).get("reward", np.nan)
-            yield {**item, REWARDS: float(reward), ROLLOUT_STEP: step, MISSING: self._queue.missing}
+            yield {**item, REWARDS: float(reward), ROLLOUT_STEP: step}
 
 
 class LayoutCollator:
@@ -132,9 +129,6 @@ class LayoutCollator:
             batch[key] = _padded(values, padding, torch.float32)[..., 0]
         if any((numbers < 0).any() for of_row in terms for numbers in of_row):
             batch[TOOLS] = torch.ones(len(rows))
-        if any(sample[MISSING].any() for of_row in samples for sample in of_row):
-            missing = [[sample[MISSING][_start(sample) :] for sample in of_row] for of_row in samples]
-            batch[MISSING] = _padded(missing, 0, torch.bool)
         if self._with_text:
             batch |= {f"{TEXT_PREFIX}{key}": value for key, value in self._text(samples).items()}
         return batch

@@ -4,6 +4,7 @@ Values per token that a sampler or a user's function returns for completions, ch
 `n` completions, `T` tokens in one of them.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..messages import warn
+from .keys import NOT_GIVEN
 
 
 # vLLM's server writes minus infinity like this, because JSON cannot
@@ -78,10 +80,10 @@ def numbers(logps: Any) -> np.ndarray:
     return np.where(values <= _SERVER_INFINITY, -np.inf, values)
 
 
-def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
+def sampled_logps(name: str, logps: Any, sampled: np.ndarray, *, none: float = NOT_GIVEN) -> np.ndarray:
     """
-    Log-probabilities of tokens, `(T,)` in nats, as [`numbers`] reads them. Raises a `ValueError` where `sampled`,
-    `(T,)`, is true and a value exceeds 0 by more than rounding.
+    Log-probabilities of tokens, `(T,)` in nats, as [`numbers`] reads them, but `none` for `None`. Raises a
+    `ValueError` where `sampled`, `(T,)`, is true and a value exceeds 0 by more than rounding.
     """
     values = numbers(logps)
     above = np.flatnonzero(sampled & (values > _ROUNDING))
@@ -91,15 +93,19 @@ def sampled_logps(name: str, logps: Any, sampled: np.ndarray) -> np.ndarray:
             "logarithm of the probability that the token was sampled with, in nats, not the probability or the "
             "logarithm with another sign."
         )
-    return values
+    return np.where([x is None for x in logps], np.float32(none), values)
 
 
 def read_logprobs(
-    logprobs: Any, lengths: Sequence[int] | None = None, mask: Sequence[Any] | None = None
+    logprobs: Any,
+    lengths: Sequence[int] | None = None,
+    mask: Sequence[Any] | None = None,
+    *,
+    none: float = math.nan,
 ) -> list[list[float]]:
     """
     Log-probability of each token of each completion, checked against the `lengths` of the completions, if known.
-    `mask` is 0 on tokens that were not sampled, where any value will do.
+    `mask` is 0 on tokens that were not sampled, where any value will do. A `None` becomes `none`.
     """
     if logprobs is None:
         raise ValueError(
@@ -125,7 +131,7 @@ def read_logprobs(
                 raise ValueError(f"`logprobs[{i}][{t}]` must be a number or None, got {_short(value)}.")
     masks = [np.ones(len(row), bool) for row in rows] if mask is None else [np.asarray(x) != 0 for x in mask]
     return [
-        sampled_logps(f"logprobs[{i}]", row, sampled).tolist()
+        sampled_logps(f"logprobs[{i}]", row, sampled, none=none).tolist()
         for i, (row, sampled) in enumerate(zip(rows, masks, strict=True))
     ]
 

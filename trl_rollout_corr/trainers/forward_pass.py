@@ -166,7 +166,6 @@ class Generation(ForwardPass):
     prompts: list[list[int]] | None = None  # that vLLM read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
-    missing: list[list[bool]] | None = None  # tokens without a log-probability in a rollout function, per completion
 
     def other_prompt(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[int], list[int]] | None:
         """First prompt that vLLM and the trainer read differently, from both, or `None`."""
@@ -182,10 +181,6 @@ class Generation(ForwardPass):
     def padded_turn_ids(self, like: torch.Tensor) -> torch.Tensor | None:
         """Turn of each token, padded to the shape `(B, T)` of `like`; `None` without turns."""
         return None if self.turn_ids is None else _padded(self.turn_ids, like, 0)
-
-    def padded_missing(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Tokens without a log-probability, padded to the shape `(B, T)` of `like`; `None` if there are none."""
-        return _padded(self.missing, like, 0) if self.missing and any(map(any, self.missing)) else None
 
     def mask_of_loss(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """Mask of the tokens of the loss, `(B, T)`, from the mask of the completions."""

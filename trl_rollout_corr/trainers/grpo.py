@@ -14,7 +14,7 @@ from ..settings.config import RolloutCorrectionConfig
 from .batches import TAGS
 from .completions import checking, read_logprobs
 from .forward_pass import Generation
-from .keys import OLD_LOGPS, ROLLOUT_LOGPS
+from .keys import NOT_GIVEN, OLD_LOGPS, ROLLOUT_LOGPS
 from .mixin import RolloutCorrectionMixin
 from .trl_checks import CHECKS_OF_GRPO, ReadByTrainer, check_loss_type
 from .trl_interface import with_parameters_of
@@ -108,9 +108,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = generated
         # with tools or a rollout function, of several turns
-        generation.logprobs = read_logprobs(logprobs, [len(ids) for ids in completion_ids], tool_mask)
-        if self.rollout_func is not None:  # elsewhere None is vLLM's NaN, on its way through TRL
-            generation.missing = [[x is None for x in row] for row in logprobs]
+        none = math.nan if self.rollout_func is None else NOT_GIVEN  # vLLM's NaN becomes None on its way through TRL
+        generation.logprobs = read_logprobs(logprobs, [len(ids) for ids in completion_ids], tool_mask, none=none)
         generation.tool_mask = tool_mask
         of_function = next((x for x in others if isinstance(x, dict)), {})  # further fields of a rollout function
         generation.turn_ids = of_function.get("turn_ids")

@@ -34,7 +34,6 @@ from .keys import (
     FIRST_COEFFICIENTS,
     FIRST_LOGPS,
     LOGPS_OF_TRL,
-    MISSING,
     OLD_LOGPS,
     REWARDS,
     ROLLOUT_LOGPS,
@@ -194,8 +193,6 @@ class RolloutCorrectionMixin(CorrectsBatches):
         self._replays.clear()
         if (turn_ids := scoring.generation.padded_turn_ids(completion_ids)) is not None:
             output[TURN_IDS] = turn_ids
-        if (missing := scoring.generation.padded_missing(completion_ids)) is not None:
-            output[MISSING] = missing
         self._note_origin(output)
         if self.model.training and self.num_iterations > 1:  # for later visits
             self._first_visits = 0

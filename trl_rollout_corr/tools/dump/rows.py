@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import torch
 
+from ...trainers.keys import NOT_GIVEN
 from .columns import COLUMNS, Column
 
 
@@ -66,7 +67,6 @@ def _entry(column: Column, sequence: Mapping[str, Any], n: int) -> Any:
         values = values[:n]
     if values is None or (column.null and values.isnan().all()):
         return None
-    missing = sequence.get("missing") if column.gaps else None
-    if missing is not None:
-        return [None if gone else x for x, gone in zip(values.tolist(), missing[:n].tolist(), strict=True)]
+    if column.gaps:
+        return [None if x == NOT_GIVEN else x for x in values.tolist()]
     return int(values) if pa.types.is_integer(column.type) and not column.per_token else values.tolist()

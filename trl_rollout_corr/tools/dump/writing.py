@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, 
 from ...messages import notify, warn_idle
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
-from ...trainers.keys import AGAIN_LOGPS, MISSING, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
+from ...trainers.keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
 from ...trainers.observer import CorrectedBatch, Moment
 from ...trainers.watcher import Watcher
 from .claims import check_folder, claim
@@ -31,7 +31,6 @@ def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict
         "mask": corrected.mask.bool(),
         "train_logps": corrected.train_logps,
         "rollout_logps": batch[ROLLOUT_LOGPS],
-        "missing": batch.get(MISSING),
         "weights": corrected.correction.weights,
         "keep": corrected.correction.keep,
         "coefficients": corrected.coefficients,
