@@ -993,6 +993,10 @@ def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
             {TRL + "correction": False, TRL + "mode": "token_mask", "max_completion_length": 8192},
             "`vllm_importance_sampling_correction` is False, so that nothing corrects the loss. Remove it",
         ),
+        (  # as null in a file
+            {TRL + "correction": None, TRL + "mode": "token_mask", "max_completion_length": 8192},
+            "so that nothing corrects the loss. Remove it",
+        ),
         ({"max_completion_length": 16384}, None),
         ({"rollout_correction": "trl", "max_completion_length": 256}, None),
         ({TRL + "mode": "token_truncate", "max_completion_length": 16384}, None),

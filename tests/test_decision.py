@@ -17,11 +17,14 @@ from trl_rollout_corr import RolloutCorrectionConfig, examine
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX, SettingWarning
 from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.bands import NEGLIGIBLE
 from trl_rollout_corr.tools.decision import (
     ADVISED,
     KEEPS_TRL,
     ROWS,
+    SMALL,
     Situation,
+    as_document,
     decide,
     gap_of,
     has_preset,
@@ -115,6 +118,7 @@ def test_a_part_of_the_correction_is_not_the_correction():
         {"rollout_is_threshold": 2.0},
         {"rollout_allow_rounding": False},
         {"rollout_metrics_only": True},
+        {"bypass_mode": True, "rollout_loss_type": "reinforce"},
     ):
         settings = RolloutCorrectionConfig(rollout_correction="auto", **changed).settings
         decision = decide(settings, {})
@@ -129,12 +133,20 @@ def test_a_loss_that_takes_no_correction_is_left():
     assert "`loss_type: vespo`" in in_words(decide(config.settings, vars(config)))
 
 
+def test_a_run_that_is_left_removes_nothing():
+    settings = RolloutCorrectionConfig(rollout_correction="auto", rollout_rs=None).settings
+    left = as_document(decide(settings, {}, gap="none"))
+    assert (left["settings"], left["remove"]) == ({}, [])
+
+
 def test_an_unknown_run_is_told_unless_it_has_it():
     assert in_words(decide(None, {})).startswith("Set `rollout_correction` to auto, unless the run has it. ")
 
 
-def test_gaps_are_small_up_to_the_healthy_limit():
+def test_gaps_are_small_from_where_weights_change_something_up_to_the_healthy_limit():
     assert [gap_of(x) for x in (0.001, 0.03, 0.099, 0.11, 1.0)] == ["none", "small", "small", "large", "large"]
+    assert [gap_of(math.nextafter(NEGLIGIBLE, 0)), gap_of(NEGLIGIBLE)] == ["none", "small"]
+    assert [gap_of(SMALL), gap_of(math.nextafter(SMALL, 1))] == ["small", "large"]
 
 
 def test_an_age_is_known_from_the_second_step_on():

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.test_dumps import Interruption
 from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import (
     SCHEDULES,
@@ -518,6 +519,19 @@ def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
         history = [(e["loss"], e["grad_norm"]) for e in resumed.state.log_history if "loss" in e]
         assert_same_steps(history, uninterrupted)
         assert len(logged(resumed, "kl")) == 4
+
+
+def test_metrics_of_an_interrupted_step_do_not_enter_the_next_training(make, tiny_model_path):
+    """As after Ctrl-C in a notebook. Only the first training sees a gap."""
+    sampler = StaleSampler(tiny_model_path, noise=0.5)
+    fields = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 2, "learning_rate": 0.0}
+    trainer = make(sampler=sampler, extra={"callbacks": [Interruption()]}, **fields)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    sampler.noise = 0.0
+    trainer.train()
+    assert len(logged(trainer, "k3_kl")) == 2
+    assert max(logged(trainer, "k3_kl")) < 1e-6
 
 
 def test_a_run_of_trl_goes_on_from_its_checkpoint_with_the_same_losses(make, tmp_path):

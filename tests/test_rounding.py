@@ -9,15 +9,7 @@ import torch
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.rounding import (
-    GROWTH,
-    KEPT,
-    WIDEST,
-    Rounding,
-    count_sizes,
-    measure_rounding,
-    quantile,
-)
+from trl_rollout_corr.correction.rounding import Rounding, count_sizes, measure_rounding, quantile
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.trainers.rounding_notice import RoundingNotice
 
@@ -106,8 +98,22 @@ def test_it_follows_what_rounding_becomes_but_not_without_limit():
     for _ in range(100):
         rounding.add(counts(1.0))
         rounding.settle(alone)
-    torch.testing.assert_close(rounding.value[1], GROWTH * first[1])
-    assert rounding.value[0] <= min(WIDEST, GROWTH * first[0])
+    torch.testing.assert_close(rounding.value[1], 4.0 * first[1])
+    assert rounding.value[0] <= min(0.4, 4.0 * first[0])
+
+
+def test_the_first_value_is_of_the_first_step_that_shows_any():
+    """Such as a run whose first samples are of older weights."""
+    rounding = Rounding()
+    for sizes in (torch.zeros_like(counts(0.01)), counts(0.01)):
+        rounding.add(sizes)
+        rounding.settle(alone)
+    first = torch.stack([quantile(x) for x in counts(0.01)])
+    torch.testing.assert_close(rounding.value, first)
+    for _ in range(100):
+        rounding.add(counts(1.0))
+        rounding.settle(alone)
+    torch.testing.assert_close(rounding.value[1], 4.0 * first[1])
 
 
 def test_a_step_counts_what_was_added_since_the_last_one():
@@ -121,7 +127,7 @@ def test_a_step_counts_what_was_added_since_the_last_one():
     rounding.add(counts(0.005, seed=2))
     rounding.settle(alone)
     now = torch.stack([quantile(x) for x in counts(0.005, seed=2)])
-    torch.testing.assert_close(rounding.value, KEPT * first + (1 - KEPT) * now)
+    torch.testing.assert_close(rounding.value, 0.9 * first + 0.1 * now)
 
 
 def test_broken_tokens_are_no_rounding():
@@ -141,7 +147,7 @@ def test_rounding_moves_no_probability_further_than_its_limit():
     rounding = Rounding()
     rounding.add(measure_rounding(train, rollout, torch.ones(8, 8), torch.ones(8)))
     rounding.preview(alone)
-    assert rounding.value[0] == WIDEST
+    assert rounding.value[0] == 0.4
     torch.testing.assert_close(rounding.value[1].item(), 3.0, rtol=0.1, atol=0)  # a bin is a tenth wide
 
 
@@ -293,6 +299,23 @@ class FreshSampler(AnnouncingSampler):
     def __call__(self, prompts, trainer):
         self.model, self.lengths = trainer.model, (4, 8)  # rewards are lengths
         return super().__call__(prompts, trainer)
+
+
+class NoisierSampler(FreshSampler):
+    """Its first samples are the closest to the policy of the trainer."""
+
+    def __call__(self, prompts, trainer):
+        self.noise = 0.02 if trainer.state.global_step == 0 else 0.1
+        return super().__call__(prompts, trainer)
+
+
+def test_a_step_uses_what_the_steps_before_it_showed(tmp_path, tiny_model_path):
+    fields = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 3}
+    sampler = NoisierSampler(tiny_model_path, 0)
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, **fields)
+    trainer.train()
+    first, second, third = logged(trainer, "rounding_log_ratio")
+    assert 0 < first == second < third < 4 * first
 
 
 def test_the_second_visit_of_a_batch_is_not_measured(tmp_path, tiny_model_path):
