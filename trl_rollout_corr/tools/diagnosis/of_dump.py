@@ -62,21 +62,23 @@ def tokens_of(dump: Dump, log: Log | None = None, alarms: Sequence[Alarm] | None
     """
     log = read_logs(dump.path) if log is None else log
     alarms = alarms_of_run(log, dump.settings) if alarms is None else alarms
-    settings, step = settings_of_run(dump.settings), dump.sequences.step
-    rates, last = _rates(log), int(step.max())
+    settings, steps = settings_of_run(dump.settings), dump.sequences.step
+    until = [entry for entry in log if entry["step"] <= steps.max()]
+    scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
+    rates = sorted(_logged(log, "learning_rate"))
     asks = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms)
     return DumpedTokens(
         dump.sequences,
         settings,
         dump.settings,
         dump.about,
-        _movement(rates, step),
+        _movement(rates, steps),
         quiet=is_small(log) and not alarms,
         harmed=asks or _loses_gradient(dump, settings),
         age=dump.age,
-        scored_again=_scored_again(log, last),
-        texts_off=_texts_off(log, last),
-        entropy=_entropy(log, step),
+        scored_again=_logged(until, f"{PREFIX}fresh_k3_kl", f"{PREFIX}age_k3_kl"),
+        texts_off=scored_texts[-1][1:] if scored_texts else None,
+        entropy=_entropy(log, steps),
         rates=rates,
     )
 
@@ -104,44 +106,20 @@ def _loses_gradient(dump: Dump, settings: Settings | None) -> bool:
     return not low <= float(dump.sequences.coefficients[here].mean()) <= high
 
 
+def _logged(log: Log, key: str, *others: str) -> list[tuple[Any, ...]]:
+    """Step and metrics of each entry that has the first of them; NaN where it lacks another one."""
+    rows = [(int(entry["step"]), *(value_of(entry, name) for name in (key, *others))) for entry in log]
+    return [tuple(np.nan if x is None else x for x in row) for row in rows if row[1] is not None]
+
+
 def _entropy(log: Log, steps: np.ndarray) -> dict[int, float]:
     """
     TRL's `entropy` by the optimizer step of the dump: an entry of the log covers the steps since the one before it.
     """
-    known = sorted((int(entry["step"]), x) for entry in log if (x := value_of(entry, "entropy")) is not None)
+    known = sorted(_logged(log, "entropy"))
     until = np.array([step for step, _ in known])
     places = {int(step): int(np.searchsorted(until, step)) for step in np.unique(steps)}
     return {step: known[place][1] for step, place in places.items() if place < len(known)}
-
-
-def _scored_again(log: Log, last: int) -> list[tuple[int, float, float]]:
-    """Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, in order, up to step `last`; NaN if unknown."""
-    found = []
-    for entry in log:
-        fresh, age = (value_of(entry, f"{PREFIX}{name}_k3_kl") for name in ("fresh", "age"))
-        if fresh is not None and entry["step"] <= last:
-            found.append((int(entry["step"]), fresh, np.nan if age is None else age))
-    return found
-
-
-def _texts_off(log: Log, last: int) -> tuple[float, float] | None:
-    """`fresh_texts_off` and `fresh_texts` of the latest score after a push up to step `last`; `None` if unknown."""
-    found = None
-    for entry in log:
-        off, n = (value_of(entry, f"{PREFIX}{name}") for name in ("fresh_texts_off", "fresh_texts"))
-        if off is not None and n is not None and entry["step"] <= last:
-            found = off, n
-    return found
-
-
-def _rates(log: Log) -> list[tuple[int, float]]:
-    """
-    Step and learning rate of each entry of the log that has one, in order. It covers the steps since the one before
-    it.
-    """
-    return sorted(
-        (int(x["step"]), float(x["learning_rate"])) for x in log if isinstance(x.get("learning_rate"), float | int)
-    )
 
 
 def _movement(rates: Sequence[tuple[int, float]], steps: np.ndarray) -> float:

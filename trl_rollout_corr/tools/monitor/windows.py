@@ -11,6 +11,7 @@ from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
 from ..run_facts import clips_by_trl, known_age, samples_with_8_bits
+from .stock import value_of
 
 
 # Types of a key-value cache that round no more than the model does
@@ -278,10 +279,7 @@ class Window:
 
     def of_trl(self, key: str) -> float | None:
         """A metric of TRL; `None` if missing or no finite number."""
-        value = self.metrics.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return None
-        return float(value)
+        return value_of(self.metrics, key)
 
     @property
     def beyond_entropy(self) -> float | None:
