@@ -41,13 +41,11 @@ RESERVED = {
 DOUBTFUL = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     "logits_processors": "A processor of logits changes what vLLM samples but not what the trainer scores, so that "
-    "every "
-    "ratio is off by the probability that was moved",
+    "every ratio is off by the probability that was moved",
     "watermark_config": "A watermark decides which token is drawn, so that tokens are not sampled with the reported "
     "log-probabilities. This is untested",
     "reasoning_config": "With a `thinking_token_budget`, vLLM forces the tokens that end the reasoning, which no "
-    "policy "
-    "sampled. Perhaps they come with a log-probability of 0",
+    "policy sampled. Perhaps they come with a log-probability of 0",
     "diffusion_config": "A diffusion model does not sample one token after the other, as the trainer scores them",
     "default_mm_loras": "vLLM applies adapters that the trainer lacks",
     "model_class_overrides": "Perhaps vLLM computes another model than the trainer",

@@ -8,9 +8,8 @@ from .evidence import POSSIBLE, Evidence, bounded, errors_from_1, in_bins, mean,
 from .observed import DumpedTokens, mean_of_equal
 
 
-_COLDER = (
-    0.9  # slope of the trainer's log-probability below which the sampler is colder, and truncation no explanation
-)
+# Slope of the trainer's log-probability below which the sampler is colder, and truncation no explanation
+_COLDER = 0.9
 _ERRORS = 5.0  # standard errors of a mean ratio, beyond which chance does not explain it
 _UNLIKELY = -1.0  # log-probability of tokens that a much colder sampler seldom takes
 _ENOUGH = 20  # of these tokens

@@ -30,12 +30,10 @@ _OLD = "a sampler that is {age:.0f} step{s} old seldom explains a gap this large
 # By the origin of the gap: why it matters without a correction, and with one
 _UNCORRECTED = {
     "old": "Not every run is harmed by a gap of this size, and the sampler is {age:.0f} step{s} old, which explains "
-    "it "
-    "unless the gap came suddenly.",
+    "it unless the gap came suddenly.",
     "start": "{rounding}",
     "open": "Not every run is harmed by a gap of this size, but training on such completions is biased, and the gap "
-    "tends "
-    "to grow.",
+    "tends to grow.",
 }
 _UNCORRECTED_LARGE = {
     "old": f"{_COLLAPSED}, and {_OLD}.",
@@ -44,8 +42,7 @@ _UNCORRECTED_LARGE = {
 }
 _CORRECTED = {
     "old": "This may be harmless: the sampler is {age:.0f} step{s} old, which explains it unless the gap came "
-    "suddenly, "
-    "and such a gap often shrinks later.",
+    "suddenly, and such a gap often shrinks later.",
     "start": "{rounding}",
     "open": "This may be harmless: with a stale sampler the gap grows at first and shrinks later.",
 }
@@ -79,8 +76,7 @@ _NO_TOKENS = {
     "cut": "Check the `env_mask` of your `rollout_func`, and `mask_truncated_completions`, which leaves out every "
     "completion without an EOS token, also one that a `stop` string has ended.",
     "ended": "Few completions were cut, so check the `env_mask` of your `rollout_func`: tokens with 0 there are not "
-    "in the "
-    "loss.",
+    "in the loss.",
 }
 
 

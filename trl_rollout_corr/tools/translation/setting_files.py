@@ -474,11 +474,10 @@ def _read_overrides(arguments: list[str]) -> tuple[dict[str, object], list[str]]
         if argument.startswith("-") or (match is None and before.startswith("-") and "=" not in before):
             options.append(argument)
         elif match is None and argument:
-            reason = (
-                "it is neither `key=value` nor an option. A file is converted alone. A backslash with blanks behind "
-                "it "
+            raise ValueError(
+                f"{argument!r}: it is neither `key=value` nor an option. A file is converted alone. A backslash with "
+                "blanks behind it does not continue a line, so that what follows is lost."
             )
-            raise ValueError(f"{argument!r}: {reason}does not continue a line, so that what follows is lost.")
         elif match is not None:
             for key, value in _leaves(_read_argument(*match.groups()), match[1]):
                 if settings.get(key, value) != value:
