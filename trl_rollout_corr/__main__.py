@@ -271,9 +271,9 @@ def _compare(args: argparse.Namespace) -> str:
 
 
 def _diagnose(args: argparse.Namespace) -> str:
-    from .tools.diagnosis.command import diagnose_dump
+    from .tools.diagnosis.command import diagnose_source
 
-    text, healthy = diagnose_dump(args.dump, as_json=args.json)
+    text, healthy = diagnose_source(args.dump, as_json=args.json)
     args.code = 0 if healthy else 1
     return text
 

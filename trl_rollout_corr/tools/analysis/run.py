@@ -8,12 +8,11 @@ import pandas as pd
 
 from ...messages import SelfContainedError, warn
 from ...settings.resolve import Settings, settings_in_words
-from ..dump.claims import find_dump
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
 from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
-from ..logs.log_files import KINDS, first_readable, is_log, logs_of, merge, refuse_unknown, split_source
+from ..logs.log_files import first_readable, merge, parts_of, split_source
 
 
 # Columns of a dump, without the ones that no page shows
@@ -45,7 +44,7 @@ def read_run(source: str) -> Run:
 
 
 def _read(path: Path, name: str) -> Run:
-    logs, folder = _parts_of(path)
+    logs, folder = parts_of(path)
     dump, settings = None, None
     damage: list[str] = []
     entries: list[dict[str, Any]] = []
@@ -66,21 +65,6 @@ def _read(path: Path, name: str) -> Run:
     if not merged and dump is None:
         raise ValueError(f"{logs[0].name} contains no log entry with a step and metrics")
     return Run(merged, _table_of(merged), dump, settings, about, damage)
-
-
-def _parts_of(path: Path) -> tuple[list[Path], Path | None]:
-    """Logs of a run, the best first, and the dump (folder or file), in or at a path."""
-    if path.is_dir():
-        logs, dump = logs_of(path), find_dump(path)
-        if not logs and dump is None:
-            raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a log ({KINDS})")
-        return logs, dump
-    if path.is_file():
-        refuse_unknown(path)
-        return ([path], None) if is_log(path) else ([], path)
-    if path.exists():
-        raise ValueError("this is neither a file nor a folder")
-    raise ValueError("no such file or folder")
 
 
 def _table_of(log: list[dict[str, Any]]) -> pd.DataFrame:

@@ -3,21 +3,21 @@
 from pathlib import Path
 
 from ...messages import warn
-from ..dump.claims import find_dump
-from ..logs.log_files import first_readable, is_log, logs_of, merge, refuse_unknown, split_source
+from ..logs.log_files import first_readable, merge, parts_of, split_source
 from . import trl_log
 from .of_dump import open_for_diagnosis, tokens_of
 from .ranking import diagnose
 from .text import write_json, write_text
 
 
-def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool]:
+def diagnose_source(source: str, *, as_json: bool = False) -> tuple[str, bool]:
     """
-    The diagnosis of a dump as text or as JSON, and whether nothing needs to be done. A run without a dump gets the
-    suspicion from the log of its trainer.
+    The diagnosis of a run or a dump as text or as JSON, and whether nothing needs to be done. A run without a dump
+    gets the suspicion from the log of its trainer.
     """
-    log, run = split_source(str(path))
-    if logs := _without_dump(log):
+    path, run = split_source(source)
+    logs, folder = parts_of(path)
+    if folder is None:
         return _suspect(logs, run, as_json=as_json)
     dump = open_for_diagnosis(path)
     diagnosis = diagnose(tokens_of(dump))
@@ -25,17 +25,6 @@ def diagnose_dump(path: str | Path, *, as_json: bool = False) -> tuple[str, bool
         return write_json(diagnosis, {"sample": dump.sample} if dump.sample else None), diagnosis.healthy
     note = f"\n{dump.sample}.\n" if dump.sample else ""
     return write_text(diagnosis) + note, diagnosis.healthy
-
-
-def _without_dump(path: Path) -> list[Path]:
-    """The logs of a run without a dump, the best first; empty if there is a dump."""
-    if path.is_file():
-        refuse_unknown(path)
-        return [path] if is_log(path) else []
-    try:
-        return logs_of(path) if path.is_dir() and find_dump(path) is None else []
-    except OSError:  # the reader of the dump reports it
-        return []
 
 
 def _suspect(logs: list[Path], run: str, *, as_json: bool) -> tuple[str, bool]:

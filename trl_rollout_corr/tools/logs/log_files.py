@@ -68,6 +68,24 @@ def logs_of(folder: Path) -> list[Path]:
     return []
 
 
+def parts_of(path: Path) -> tuple[list[Path], Path | None]:
+    """Logs of a run, the best first, and the dump (folder or file), in or at a path."""
+    if path.is_dir():
+        logs, dump = logs_of(path), find_dump(path)
+        if not logs and dump is None:
+            raise ValueError(f"it contains neither a dump (files step-*.parquet) nor a log ({KINDS})")
+        return logs, dump
+    if path.is_file():
+        if is_log(path):
+            return [path], None
+        if path.suffix == ".parquet":
+            return [], path
+        raise ValueError(f"this is neither a file of a dump (step-*.parquet) nor a log that can be read ({KINDS})")
+    if path.exists():
+        raise ValueError("this is neither a file nor a folder")
+    raise ValueError("no such file or folder")
+
+
 def is_log(path: Path) -> bool:
     """True for a file that is a log, and not one of a dump."""
     if path.suffix == ".parquet":
@@ -90,12 +108,6 @@ def refuse_log(source: str) -> None:
             f"{what}, and `compare` needs the completions of a dump: set `rollout_dump_dir`, and train a few steps "
             "with a trainer of this package. `trl-rollout-corr diagnose` and `report` read the log"
         )
-
-
-def refuse_unknown(path: Path) -> None:
-    """Raise a `ValueError` of one line for a file that is neither of a dump nor a log that can be read."""
-    if path.is_file() and path.suffix != ".parquet" and not is_log(path):
-        raise ValueError(f"this is neither a file of a dump (step-*.parquet) nor a log that can be read ({KINDS})")
 
 
 def _looks_like_history(schema: pa.Schema) -> bool:
