@@ -70,6 +70,32 @@ def test_after_each_push_kernels_and_age_are_two_numbers(make, kind, caplog):
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("fields", [{"temperature": 0.7}, {"top_k": 8}], ids=str)
+def test_what_changes_the_values_of_the_sampler_leaves_no_number_of_its_age(make, fields):
+    """vLLM scores a text at temperature 1 and without options."""
+    fresh, age = numbers(make(max_steps=2, **fields))
+    assert len(fresh) == 2
+    assert age == []
+
+
+@pytest.mark.vllm
+def test_a_push_that_fails_makes_the_sampler_no_newer(make):
+    trainer = make(max_steps=3)
+    sync, steps = trainer._pushes._sync_weights, []
+
+    def failing_at_last(*args, **kwargs):
+        steps.append(trainer.state.global_step)
+        if len(steps) == 3:
+            raise ConnectionError
+        sync(*args, **kwargs)
+
+    trainer._pushes._sync_weights = failing_at_last
+    with pytest.raises(ConnectionError):
+        trainer.train()
+    assert trainer.rollout_step == steps[1] < trainer.state.global_step
+
+
+@pytest.mark.vllm
 def test_a_run_is_the_same_bit_for_bit_with_and_without_it(make):
     """And the trainer makes no forward pass more than eight at each of the first three looks, and two at the fourth."""
     runs, forwards = [], []
