@@ -70,8 +70,7 @@ def replay(record: Mapping[str, Any]) -> Replay:
     """Apply the rules to a run as the monitor does, after each optimizer step."""
     log = [_completed(entry) for entry in _entries(record["history"])]
     settings = settings_of(record)
-    way = record["settings"].get("way", {})
-    alarms = Examiner(settings, num_iterations=way.get("num_iterations", 1)).alarms_of(log)
+    alarms = Examiner(settings, fields=record["settings"].get("way", {})).alarms_of(log)
     course, fall = _course(record["steps"], record["accuracy"])
     return Replay(record, log, _kind(record, settings), course, fall, alarms)
 

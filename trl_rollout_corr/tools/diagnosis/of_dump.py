@@ -20,7 +20,6 @@ from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
 from ..monitor.stock import value_of
-from ..run_facts import iterations_of
 from .observed import DumpedTokens
 from .ranking import diagnose
 
@@ -52,7 +51,7 @@ def read_tokens(path: str | Path) -> DumpedTokens:
 
 def alarms_of_run(log: Log, fields: Mapping[str, Any]) -> list[Alarm]:
     """The alarms in the log of a run. `fields` are what its dump keeps of its configuration; empty without a dump."""
-    return alarms_of_log(log, settings_of_run(fields), num_iterations=iterations_of(fields), fields=fields)
+    return alarms_of_log(log, settings_of_run(fields), fields)
 
 
 def tokens_of(dump: Dump, log: Log | None = None, alarms: Sequence[Alarm] | None = None) -> DumpedTokens:

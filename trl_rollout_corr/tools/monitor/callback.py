@@ -100,7 +100,6 @@ class RolloutCorrectionMonitor(Watcher):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._restart()
-        self._examiner.num_iterations = getattr(args, "num_iterations", 1)
         self._examiner.fields = vars(args)
         self._examiner.restart(state.log_history, state.global_step)  # after resuming
 

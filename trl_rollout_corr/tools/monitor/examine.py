@@ -24,18 +24,16 @@ _EFFECTS = ("rollout_is_", "rollout_rs_", "effective_lr")
 class Examiner:
     """
     Applies the rules to one logging window after the other. `limits` replaces the limits of bounds by name; `None`
-    switches a bound off. `settings`, `num_iterations` and `fields` of TRL describe the run; `settings` is `None` if
-    unknown.
+    switches a bound off. `settings` and `fields` of TRL describe the run; `settings` is `None` if unknown.
     """
 
     def __init__(
         self,
         settings: Settings | None = None,
         limits: Mapping[str, float | None] | None = None,
-        num_iterations: int = 1,
         fields: Mapping[str, Any] | None = None,
     ):
-        self.settings, self.num_iterations, self.fields = settings, num_iterations, fields or {}
+        self.settings, self.fields = settings, fields or {}
         chosen = {name: (limits or {}).get(name, bound.limit) for name, bound in BOUNDS.items()}
         self._limits: dict[str, float] = {name: limit for name, limit in chosen.items() if limit is not None}
         self.restart()
@@ -49,7 +47,7 @@ class Examiner:
         self._course.go_on(step)
 
     def _window(self, entry: Mapping[str, object]) -> Window:
-        return Window(entry, self.settings, self._course, self.num_iterations > 1, self.fields)
+        return Window(entry, self.settings, self._course, self.fields)
 
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
         """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
@@ -150,19 +148,17 @@ def examine(
     entries = as_logged(history)
     if entries and not any(map(is_window, entries)):
         raise ValueError(f"`history` {WITHOUT_METRICS}")
-    return alarms_of_log(entries, settings, num_iterations=num_iterations, fields=fields)
+    return alarms_of_log(entries, settings, {"num_iterations": num_iterations, **(fields or {})})
 
 
 def alarms_of_log(
     history: Iterable[Mapping[str, object]],
-    settings: Settings | None = None,
-    *,
-    num_iterations: int = 1,
-    fields: Mapping[str, Any] | None = None,
+    settings: Settings | None,
+    fields: Mapping[str, Any],
 ) -> list[Alarm]:
     """As [`examine`], of a log that may be without metrics, such as the log of a dump."""
     entries = as_logged(history)
     if not any(map(is_training_window, entries)) and (of_trl := windows_of_stock(entries)):
         entries, settings = of_trl, settings or settings_of_trl()
     limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
-    return Examiner(settings, limits, num_iterations, fields).alarms_of(entries)
+    return Examiner(settings, limits, fields).alarms_of(entries)

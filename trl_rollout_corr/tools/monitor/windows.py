@@ -10,7 +10,7 @@ from typing import Any
 from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
-from ..run_facts import clips_by_trl, known_age, samples_with_8_bits
+from ..run_facts import clips_by_trl, iterations_of, known_age, samples_with_8_bits
 from .stock import value_of
 
 
@@ -203,14 +203,13 @@ class Course:
 @dataclass
 class Window:
     """
-    A logging window: the log entry, with prefixed keys, and the settings of the run, `None` if unknown. `reuses` says
-    that the run trains several times on a batch (`num_iterations`). `fields` are the known fields of TRL.
+    A logging window: the log entry, with prefixed keys, and the settings of the run, `None` if unknown. `fields` are
+    the known fields of TRL.
     """
 
     metrics: Mapping[str, Any]
     settings: Settings | None
     course: Course = field(default_factory=Course)
-    reuses: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> float | None:
@@ -238,6 +237,11 @@ class Window:
     def is_young(self) -> bool:
         """True if all completions so far are known to be of the trainer's weights."""
         return self.age is not None and self.age < 1
+
+    @property
+    def reuses(self) -> bool:
+        """True if the run trains several times on a batch."""
+        return iterations_of(self.fields) > 1
 
     @property
     def fresh(self) -> bool:
