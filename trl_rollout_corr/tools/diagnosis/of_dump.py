@@ -46,7 +46,7 @@ def open_for_diagnosis(path: str | Path) -> Dump:
 
 def read_tokens(path: str | Path) -> DumpedTokens:
     """The tokens of a dump, given as in [`open_for_diagnosis`]."""
-    return tokens_of(open_for_diagnosis(path))
+    return observe_dump(open_for_diagnosis(path))
 
 
 def alarms_of_run(log: Log, fields: Mapping[str, Any]) -> list[Alarm]:
@@ -54,13 +54,10 @@ def alarms_of_run(log: Log, fields: Mapping[str, Any]) -> list[Alarm]:
     return alarms_of_log(log, settings_of_run(fields), fields)
 
 
-def tokens_of(dump: Dump, log: Log | None = None, alarms: Sequence[Alarm] | None = None) -> DumpedTokens:
-    """
-    The tokens of an opened dump, and what the log of its run says about them. By default this is the log in the dump,
-    and `alarms` are the alarms in it.
-    """
-    log = read_logs(dump.path) if log is None else log
-    alarms = alarms_of_run(log, dump.settings) if alarms is None else alarms
+def observe_dump(dump: Dump) -> DumpedTokens:
+    """The tokens of an opened dump, and what the log in it says about its run."""
+    log = read_logs(dump.path)
+    alarms = alarms_of_run(log, dump.settings)
     settings, steps = settings_of_run(dump.settings), dump.sequences.step
     until = [entry for entry in log if entry["step"] <= steps.max()]
     scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
@@ -84,7 +81,7 @@ def tokens_of(dump: Dump, log: Log | None = None, alarms: Sequence[Alarm] | None
 
 def decision_of(dump: Dump) -> Decision:
     """The correction to set, by the tokens of an opened dump and the log of its run."""
-    tokens = tokens_of(dump)
+    tokens = observe_dump(dump)
     try:
         return diagnose(tokens).decision
     except ValueError:  # too few tokens

@@ -9,7 +9,7 @@ from ...messages import PREFIX
 from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
 from ..diagnosis import Diagnosis, diagnose
-from ..diagnosis.of_dump import alarms_of_run, tokens_of
+from ..diagnosis.of_dump import alarms_of_run, observe_dump
 from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, suspicions
 from ..formats import number, steps
 from ..monitor.conditions import without_advantages
@@ -54,7 +54,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
     alarms = alarms_of_run(run.entries, {} if run.dump is None else run.dump.settings)
-    diagnosis = None if letter else _diagnose(run, alarms)
+    diagnosis = None if letter else _diagnose(run)
     return Facts(name, letter, run, windows, alarms, diagnosis, course)
 
 
@@ -153,10 +153,10 @@ def is_healthy(metric: str, value: float) -> bool:
     return not (value < (-np.inf if low is None else low) or value > (np.inf if high is None else high))
 
 
-def _diagnose(run: Run, alarms: list[Alarm]) -> Diagnosis | None:
+def _diagnose(run: Run) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        return diagnose(tokens_of(run.dump, run.entries, alarms))
+        return diagnose(observe_dump(run.dump))
     except ValueError:  # too few tokens
         return None
