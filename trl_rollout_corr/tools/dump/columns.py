@@ -44,9 +44,8 @@ COLUMNS = (
     Column("token_ids", pa.int32(), per_token=True),
     Column("mask", pa.bool_(), per_token=True),  # tokens of the loss
     Column("train_logps", pa.float32(), per_token=True),  # nats; NaN and infinity are kept
-    Column(
-        "rollout_logps", pa.float32(), per_token=True, gaps=True
-    ),  # null where a rollout function or worker returned None
+    # Null where a rollout function or worker returned None
+    Column("rollout_logps", pa.float32(), per_token=True, gaps=True),
     Column("weights", pa.float32(), per_token=True, null=True),  # bounded and normalised; null without weights
     Column("keep", pa.bool_(), per_token=True),  # tokens that no criterion rejects
     Column("coefficients", pa.float32(), per_token=True),  # factor of the policy gradient
@@ -55,15 +54,13 @@ COLUMNS = (
     Column("staleness", pa.int32(), null=True),  # age of the weights that sampled, in steps; null if unknown
     Column("prompt_ids", pa.list_(pa.int32()), null=True),
     Column("padding", pa.int32(), null=True),  # tokens before the prompt, in the batch that the trainer scored
-    Column(
-        "again_logps", pa.float32(), per_token=True, null=True
-    ),  # `train_logps` of sequences that were scored alone
+    # `train_logps` of sequences that were scored alone
+    Column("again_logps", pa.float32(), per_token=True, null=True),
     Column("turn_ids", pa.int32(), per_token=True, null=True),  # if a rollout function returns turns
     # What rounding did to a probability, and to a log-ratio in nats, with `rollout_allow_rounding`
     Column("rounding_tv", pa.float32(), null=True),
     Column("rounding_log_ratio", pa.float32(), null=True),
-    Column(
-        "advantages", pa.float32(), per_token=True, null=True
-    ),  # if each token has its own; `advantage` is their mean
+    # If each token has its own; `advantage` is their mean
+    Column("advantages", pa.float32(), per_token=True, null=True),
 )
 SCHEMA = pa.schema([(c.name, pa.list_(c.type) if c.per_token else c.type) for c in COLUMNS])

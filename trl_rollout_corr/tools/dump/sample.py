@@ -63,9 +63,7 @@ def _evenly(step: np.ndarray, among: np.ndarray) -> np.ndarray:
     order = np.random.default_rng(0).permutation(np.flatnonzero(among & np.isin(number, places)))
     by_step = order[np.argsort(number[order], kind="stable")]
     sorted_steps = number[by_step]
-    visit = np.arange(len(by_step)) - np.searchsorted(
-        sorted_steps, sorted_steps
-    )  # of its step: first row, second, ...
+    visit = np.arange(len(by_step)) - np.searchsorted(sorted_steps, sorted_steps)  # of a step: its first row, ...
     within = (sorted_steps * _GOLDEN) % 1
     return np.asarray(by_step[np.lexsort((within, visit))])
 

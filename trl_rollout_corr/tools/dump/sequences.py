@@ -33,9 +33,8 @@ class Sequences:
 
     def __init__(self, table: pa.Table) -> None:
         self.lengths = pc.list_value_length(table["mask"]).to_numpy()
-        self.starts = np.concatenate(
-            [[0], np.cumsum(self.lengths, dtype=np.int64)]
-        )  # first token of each sequence, and `N`
+        # First token of each sequence, and `N`
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         for column in COLUMNS:
             if column.dtype is not None and column.name in table.column_names:
                 values = table[column.name]
