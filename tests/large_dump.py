@@ -101,10 +101,9 @@ def _table(step: int, rows: int, length: int, words: pa.Array, rng: np.random.Ge
         "staleness": pa.array(np.full(rows, min(step - 1, 4), np.int32)),
         "prompt_ids": pa.ListArray.from_arrays(prompt_offsets, pa.array(prompts)),
         "padding": pa.array(rng.integers(0, 50, rows).astype(np.int32)),
-        "again_logps": pa.nulls(rows, SCHEMA.field("again_logps").type),
-        "turn_ids": pa.nulls(rows, SCHEMA.field("turn_ids").type),
     }
-    return pa.table([columns[name] for name in SCHEMA.names], names=SCHEMA.names).cast(SCHEMA)
+    unknown = {field.name: pa.nulls(rows, field.type) for field in SCHEMA if field.name not in columns}
+    return pa.table({**columns, **unknown}).select(SCHEMA.names).cast(SCHEMA)
 
 
 def _ids(n: int, rng: np.random.Generator) -> np.ndarray:
