@@ -269,6 +269,17 @@ def test_the_divergence_by_sign_of_the_advantage_equals_the_loops(batch, per_tok
     assert {key: together[PREFIX + key] for key in found} == pytest.approx(found, rel=1e-9, abs=1e-9)
 
 
+@given(batches_of_probabilities())
+def test_the_divergence_by_sign_takes_the_advantage_of_each_token(batch):
+    """Also where the signs alternate within a completion, whose mean advantage says nothing."""
+    train, rollout, mask, advantages = batch
+    of_token = advantages[:, None] * torch.where(torch.arange(mask.shape[1]) % 2 == 0, 1.0, -2.0)
+    found = {key: value for key, value in named(correct(train, rollout, mask, of_token)).items() if "advantage" in key}
+    alone = [[token] for row in sequences(train, rollout, mask) for token in row]
+    expected = reference.direction_metrics(alone, of_token[mask != 0].tolist())
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
 def test_advantages_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"`advantages` must be of shape \(3,\) or \(3, 2\), got \(2,\)"):
         correct(torch.zeros(3, 2), torch.zeros(3, 2), torch.ones(3, 2), torch.ones(2))

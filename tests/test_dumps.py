@@ -939,7 +939,8 @@ def shifted(tmp_path):
     return [shift(row) for row in read_dump(folder).rows]
 
 
-def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("of_tokens", [True, False])
+def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypatch, capsys, of_tokens):
     rows, width = shifted, 4
     length = max(len(row["token_ids"]) for row in rows)
     (tmp_path / "verl_batches").mkdir()
@@ -961,7 +962,7 @@ def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypat
             batch["old_log_probs"][i, :n] = torch.tensor(row["train_logps"])
             batch["rollout_log_probs"][i, :n] = torch.tensor(row["rollout_logps"])
             batch["advantages"][i, :n] = row["advantage"]  # verl leaves 0 in the padding
-            batch["advantages"][i, 0] += 1.0  # of this token alone
+            batch["advantages"][i, 0] += of_tokens  # of this token alone
             batch["token_level_scores"][i, n - 1] = row["reward"]
         torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
@@ -976,7 +977,8 @@ def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypat
         assert (ours["padding"], ours["staleness"]) == (width - len(theirs["prompt_ids"]), None)
         assert ours["train_logps"] == pytest.approx(theirs["train_logps"])
         n = len(theirs["token_ids"])
-        assert ours["advantage"] == pytest.approx(theirs["advantage"] + 1 / n, abs=1e-6)
-        assert ours["advantages"] == pytest.approx([theirs["advantage"] + (t == 0) for t in range(n)], abs=1e-6)
+        assert ours["advantage"] == pytest.approx(theirs["advantage"] + of_tokens / n, abs=1e-6)
+        own = [theirs["advantage"] + (t == 0) for t in range(n)]
+        assert ours["advantages"] == (pytest.approx(own, abs=1e-6) if of_tokens else None)
     assert main(["diagnose", str(tmp_path / "dump")]) == 1
     assert "log-probabilities that are one token off" in capsys.readouterr().out.lower()
