@@ -50,7 +50,7 @@ IN_SHORT = {
     "began": ", and ... at the start",
     "length": " of ... tokens on average",
     "no_tokens": "Check the `env_mask` of your `rollout_func`, and `mask_truncated_completions`, which leaves out every "
-    "completion without an EOS token, also one that a `stop` string has ended.",
+    "completion without an EOS token, even one that a `stop` string has ended.",
 }
 
 

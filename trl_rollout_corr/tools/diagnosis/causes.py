@@ -251,7 +251,7 @@ CAUSES: dict[str, Cause] = {
     "penalty": Cause(
         "a penalty on repeated tokens",
         Test(sampling.penalty, 0.3, 0.5),
-        "The trainer does not know it: remove it, also from `generation_kwargs` and the model's "
+        "The trainer does not know it: remove it, including from `generation_kwargs` and the model's "
         "`generation_config.json`.",
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",

@@ -281,7 +281,7 @@ RULES = [
         key="rollout_rs_masked_fraction",
         limit=0.5,
         seen="A share of {value} of the tokens is rejected, above {limit:g}.",
-        why="Few tokens are left to train on, and they are no fair sample of the completions.",
+        why="Few tokens are left to train on, and they are not a fair sample of the completions.",
         advice="{correct}",
         returns=False,
     ),
