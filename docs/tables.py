@@ -49,8 +49,8 @@ IN_SHORT = {
     "find": "[Find the cause](run.md#diagnose).",
     "began": ", and ... at the start",
     "length": " of ... tokens on average",
-    "no_tokens": "Check the `env_mask` of your `rollout_func`, and `mask_truncated_completions`, which leaves out every "
-    "completion without an EOS token, even one that a `stop` string has ended.",
+    "no_tokens": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, even one "
+    "that a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
 }
 
 
