@@ -45,11 +45,11 @@ class DumpedTokens:
     `settings` are the ones in effect, `None` if unknown. `fields` are what the run wrote of its configuration, with
     fields of TRL, and `about` are facts about it. `movement` is the sum of the learning rates of the optimizer steps
     between the first sequence and the last. `quiet` says that the log of the run shows no alarm and only small gaps.
-    `age` is the age of the run's oldest completion, in optimizer steps. `scored_again` lists the step, `fresh_k3_kl`
-    and `age_k3_kl` of each score after a push, and `texts_off` says of the latest one how many completions have all of
-    the gap, and how many were scored. `entropy` is the trainer's by optimizer step, in nats per token. `rates` lists
-    the step and the learning rate of each entry of the log, which covers the steps since the entry before it. There
-    are `N` tokens and `B` sequences; unknown values are NaN or `None`.
+    `scored_again` lists the step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, and `texts_off` says of
+    the latest one how many completions have all of the gap, and how many were scored. `entropy` is the trainer's by
+    optimizer step, in nats per token. `rates` lists the step and the learning rate of each entry of the log, which
+    covers the steps since the entry before it. There are `N` tokens and `B` sequences; unknown values are NaN or
+    `None`.
     """
 
     def __init__(
@@ -62,14 +62,13 @@ class DumpedTokens:
         *,
         quiet: bool = False,
         harmed: bool = False,
-        age: float | None = None,
         scored_again: Sequence[tuple[int, float, float]] = (),
         texts_off: tuple[float, float] | None = None,
         entropy: Mapping[int, float] | None = None,
         rates: Sequence[tuple[int, float]] = (),
     ):
         self.settings, self.fields, self.about, self.harmed = settings, fields, about, harmed
-        self.movement, self.quiet, self.age, self.scored_again = movement, quiet, age, scored_again
+        self.movement, self.quiet, self.scored_again = movement, quiet, scored_again
         self.entropy, self.rates, self.texts_off = entropy or {}, rates, texts_off
         self._sequences, counted = sequences, sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
@@ -111,7 +110,6 @@ class DumpedTokens:
             self.about,
             self.movement,
             quiet=self.quiet,
-            age=self.age,
             rates=self.rates,
         )
 

@@ -71,7 +71,6 @@ def observe_dump(dump: Dump) -> DumpedTokens:
         _movement(rates, steps),
         quiet=is_small(log) and not alarms,
         harmed=asks or _loses_gradient(dump, settings),
-        age=dump.age,
         scored_again=_logged(until, f"{PREFIX}fresh_k3_kl", f"{PREFIX}age_k3_kl"),
         texts_off=scored_texts[-1][1:] if scored_texts else None,
         entropy=_entropy(log, steps),

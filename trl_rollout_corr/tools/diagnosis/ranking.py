@@ -107,7 +107,6 @@ class Diagnosis(NamedTuple):
     coarser: str = ""  # type of a sampler that rounds more coarsely than the trainer
     quiet: bool = False  # the log of the run shows no alarm and only small gaps
     where: tuple[str, ...] = ()  # sentences about the tokens, completions, turns or prompts that cause the whole gap
-    age: float | None = None  # of the oldest completion of the run, in optimizer steps; `None` if unknown
     surprise: tuple[float, float, float] | None = None  # mean of -log p, entropy, and error; `None` if unknown
     harmed: bool = False  # the run shows an alarm that a correction concerns, or lost much of its gradient
     about: Mapping[str, str] = {}  # what the run wrote of its model and its engine
@@ -180,22 +179,21 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     n = int((o.lengths > 0).sum())
     parts = () if verdict == "nothing" else tuple(where(o))
     return Diagnosis(
-        verdict,
-        findings,
-        o.size,
-        o.k3,
-        multiple,
-        len(o),
-        n,
-        o.settings,
-        o.fields,
-        o.coarser,
-        o.quiet,
-        parts,
-        o.age,
-        o.surprise,
-        o.harmed,
-        o.about,
+        verdict=verdict,
+        findings=findings,
+        size=o.size,
+        k3=o.k3,
+        floor=multiple,
+        n_tokens=len(o),
+        n_sequences=n,
+        settings=o.settings,
+        fields=o.fields,
+        coarser=o.coarser,
+        quiet=o.quiet,
+        where=parts,
+        surprise=o.surprise,
+        harmed=o.harmed,
+        about=o.about,
     )
 
 

@@ -11,18 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...messages import PREFIX
 from ...settings.fields import FIELDS
-from ..run_facts import known_age
 from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
-from .folder import files_of, read_logs
+from .folder import files_of
 from .sample import MOST_TOKENS, Rows, choose_rows
 from .sequences import Sequences
 
 
 _SCANNED = ("step", "sampled", "mask", "train_logps", "rollout_logps")
-_AGE = f"{PREFIX}staleness_max"
 _AT_ONCE = 500_000  # tokens decoded together
 _LARGEST = 100_000_000  # a file with more tokens is none of ours
 
@@ -36,17 +33,6 @@ class Dump(NamedTuple):
     about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
     damage: list[str]  # a sentence about each unreadable file, and about the dump of a later run next to it
     sample: str = ""  # a sentence about the rows, if they are a sample
-
-    @property
-    def age(self) -> float | None:
-        """The age of the oldest completion in rows and log, in optimizer steps; `None` if unknown."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        logged = {x["step"]: x[_AGE] for x in read_logs(folder) if isinstance(x.get(_AGE), int | float)}
-        ages = np.append(self.sequences.staleness, [*logged.values()])
-        last = max(self.sequences.step.max(), *logged, 0)
-        oldest = float(np.nanmax(ages)) if np.isfinite(ages).any() else None
-        complete = np.isfinite(ages).all() or (oldest or 0.0) >= 1
-        return known_age(oldest if complete else None, int(last))
 
 
 class _File(NamedTuple):
