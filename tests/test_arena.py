@@ -570,6 +570,29 @@ def test_both_curves_are_printed_and_said_to_be_the_same_or_how_far_apart(arena)
     assert report.curves(None, record).endswith("This run is not in the archive.")
 
 
+def test_runs_of_one_machine_stand_next_to_the_archive(arena, tmp_path):
+    """`auto` ends 0.4 below, with one seed of each, and the other arm falls."""
+    results, cell = arena("results"), "grpo-mirror-lag_4-fast-garbage"
+    for arm, accuracy in (("auto", [0.1, 0.4, 0.4, 0.4]), ("trl", [0.9, 0.7, 0.8, 0.9])):
+        record = {"cell": cell, "arm": arm, "seed": 0, "accuracy": accuracy}
+        (tmp_path / f"{cell}-{arm}-0.json").write_text(json.dumps(record))
+    rows = results.again(tmp_path, tmp_path / "none")
+    assert [(row["arm"], row["accuracy"], row["falls"]) for row in rows] == [("auto", 0.4, False), ("trl", 0.8, True)]
+    found = json.loads((ARENA / results.DATA).read_text())
+    *_, auto, trl = arena("report").again(rows, found, "auto").splitlines()
+    assert auto == f"| {cell} | `auto` | 0.400 | 0 of 1 | 0.774 (2) |  |"
+    assert trl == f"| {cell} | `trl` | 0.800 | 1 of 1 | 0.848 (3) | -0.40 |"
+
+
+def test_published_runs_of_one_machine_are_the_means_of_their_looks(arena):
+    results = arena("results")
+    rows = results.again()
+    assert len({row["run"] for row in rows}) == len(rows) > 30
+    for row in rows:
+        assert row["accuracy"] == pytest.approx(sum(row["looks"][-results.LAST :]) / results.LAST, abs=2e-4)
+        assert row["falls"] == results.falls(row["looks"])
+
+
 def test_an_arm_of_ones_own_is_planned_in_every_cell_of_a_stage(arena, plan):
     module = arena("run")
     args = SimpleNamespace(

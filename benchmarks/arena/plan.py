@@ -203,7 +203,7 @@ CANDIDATES = [
     candidate(1, tv="tv10", floor=False),
 ]
 # Arms of `rules.py`. The last four are published rules that adapt themselves
-RULED = ("ipo", "region", "wide", "by_age", "split", "excess", "reshape", "mixture", "m2po", "vexact")
+RULED = ("ipo", "region", "wide", "by_age", "split", "twice", "excess", "reshape", "mixture", "m2po", "vexact")
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate")  # its default is `sequence_mask`
 ARMS = {
     arm.name: arm
@@ -215,6 +215,15 @@ ARMS = {
         Arm("trl_preset", {"rollout_correction": "trl"}),
         Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
         Arm("auto", {"rollout_correction": "auto"}),  # the product's own `split`
+        # The same, but a token below the floor drops its whole completion
+        Arm(
+            "veto",
+            {
+                "rollout_correction": "auto",
+                "rollout_rs": ["token_tv", "seq_max_k1"],
+                "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
+            },
+        ),
         Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
         Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
         Arm("dppo_tv", {"rollout_correction": "bypass_dppo_tv"}),
