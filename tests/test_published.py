@@ -37,7 +37,7 @@ def results_of(folder: str) -> Any:
 def of_this_folder(load, results) -> list[str]:
     tables = load("tables")
     columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
-    columns |= {"memory": tables.MEMORY, "step_first_steps": tables.STEP}
+    columns |= {"memory": tables.MEMORY, "step_first_steps": tables.STEP, "step_auto": tables.STEP}
     on_gpus = [name for name in results if name.startswith("gpu")]
     assert columns.keys() | OF_TRL.keys() | {"pushes", *on_gpus} == results.keys()
     of_pushes = [tables.markdown(results["pushes"][name], form) for name, form in tables.OF_PUSHES.items()]
