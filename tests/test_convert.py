@@ -17,7 +17,7 @@ import trl_rollout_corr
 from tests.launching import HAS_ASYNCHRONOUS, ROOT, run
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.tools.translation import setting_files
+from trl_rollout_corr.tools.translation import trl_files
 from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS, LACKS
 from trl_rollout_corr.tools.translation.trl import from_trl
 from trl_rollout_corr.tools.translation.verl import from_verl
@@ -827,8 +827,8 @@ def test_the_trainer_of_verl_is_told_by_its_estimator(capsys):
 
 def test_the_names_that_tell_a_trainer_are_fields_of_it_alone():
     of_grpo, of_rloo = ({field.name for field in dataclasses.fields(x)} for x in (GRPOConfig, RLOOConfig))
-    assert of_grpo - of_rloo >= setting_files._OF_GRPO
-    assert of_rloo - of_grpo >= setting_files._OF_RLOO
+    assert of_grpo - of_rloo >= trl_files._OF_GRPO
+    assert of_rloo - of_grpo >= trl_files._OF_RLOO
 
 
 OTHER_TRAINERS = {

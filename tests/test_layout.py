@@ -78,7 +78,17 @@ TOOLS = {
         "run_facts",
         "decision",
     ],
-    "tools.translation": ["trl", "verl", "skyrl", "counterparts", "setting_files"],
+    "tools.translation": [
+        "trl",
+        "verl",
+        "skyrl",
+        "counterparts",
+        "setting_files",
+        "own_settings",
+        "dotted_settings",
+        "trl_files",
+        "convert",
+    ],
     "tools.monitor": [
         "stock",
         "windows",

@@ -241,7 +241,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _convert(args: argparse.Namespace) -> str:
-    from .tools.translation.setting_files import convert
+    from .tools.translation.convert import convert
 
     # argparse keeps options before the first argument apart, and takes ours behind it for one of them
     last = argparse.ArgumentParser(prog="trl-rollout-corr convert", add_help=False, allow_abbrev=False)

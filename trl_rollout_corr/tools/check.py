@@ -21,7 +21,8 @@ from ..settings.names import instead_of
 from ..settings.of_trl import DEFAULTS_OF_TRL
 from ..settings.presets import DEFAULT
 from .formats import visible
-from .translation.setting_files import read_document, read_file, system_of
+from .translation.dotted_settings import system_of
+from .translation.setting_files import read_document, read_file
 
 
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")

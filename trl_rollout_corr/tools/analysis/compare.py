@@ -18,7 +18,7 @@ from ..dump.reading import Dump, open_dump
 from ..formats import number, three_decimals, yaml_lines
 from ..logs.log_files import refuse_log
 from ..run_facts import trl_corrects
-from ..translation.setting_files import read_config
+from ..translation.own_settings import read_config
 from .recompute import Batch, Outcome, batch_of, recompute
 from .run import clip_range
 from .spread import Spread, spread_of

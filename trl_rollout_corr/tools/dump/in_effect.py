@@ -11,7 +11,7 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.fields import FIELDS
 from ...settings.presets import UNSET, settings_of
 from ...settings.resolve import Settings
-from ..translation.setting_files import in_one_line, own_fields
+from ..translation.own_settings import in_one_line, own_fields
 from ..translation.trl import TRL_KEYS
 
 
