@@ -3,10 +3,11 @@ The command `trl-rollout-corr diagnose`: the cause of the gap between trainer an
 the remedy. It works on arrays of numpy and needs no TRL.
 
 `of_dump` reads a dump and the log of its run into `observed`, which holds the tokens. `causes` lists one record per
-cause, and `other_causes` those of harm without a gap. The tests of the causes are in `single_tokens`, `scored_pushes`,
-`changes`, `drift`, `sampling` and `precision`, and use the statistics in `evidence` and `growth`. `location` finds the
-completions, turns and prompts that cause the whole gap. `ranking` searches, and `text` writes the answer. For a run
-without a dump, `trl_log` reads the log of its trainer. `command` chooses between the two.
+cause, and `other_causes` those of harm without a gap. The tests of the causes are in `wrong_values`, `places`,
+`some_of_them`, `scored_pushes`, `changes`, `drift`, `sampling` and `precision`, and use the statistics in `evidence`
+and `growth`. `location` finds the completions, turns and prompts that cause the whole gap. `ranking` searches, and
+`text` writes the answer. For a run without a dump, `trl_log` reads the log of its trainer. `command` chooses between
+the two.
 """
 
 from .observed import DumpedTokens

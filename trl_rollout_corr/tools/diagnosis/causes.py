@@ -6,7 +6,7 @@ explains them.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import changes, drift, precision, sampling, scored_pushes, single_tokens
+from . import changes, drift, places, precision, sampling, scored_pushes, some_of_them, wrong_values
 from .evidence import Evidence
 from .observed import DumpedTokens
 
@@ -59,7 +59,7 @@ _FLOAT32_HEADS = {"cast_lm_head_to_fp32": True, "rollout_engine_kwargs": _FLOAT3
 CAUSES: dict[str, Cause] = {
     "nan_rows": Cause(
         "rows of logits that are NaN",
-        Test(single_tokens.nan_rows, 0.0, 0.001),
+        Test(wrong_values.nan_rows, 0.0, 0.001),
         "Stop at the first NaN with `rollout_nan_policy: raise`, and inspect the weights of that step. Look for a "
         "failed push, an overflow in float16, and faulty kernels in the sampler.",
         {"rollout_nan_policy": "raise"},
@@ -68,39 +68,39 @@ CAUSES: dict[str, Cause] = {
     ),
     "missing": Cause(
         "tokens without a log-probability from the sampler",
-        Test(single_tokens.missing, 0.0, 0.001),
+        Test(wrong_values.missing, 0.0, 0.001),
         "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the "
         "log-probability of each sampled token, and 0 in `env_mask` for tokens that nobody sampled.",
         may_correct=True,
     ),
     "shift": Cause(
         "log-probabilities that are one token off",
-        Test(single_tokens.shift, 0.6, 0.85),
+        Test(wrong_values.shift, 0.6, 0.85),
         "A `rollout_func` or environment returns log-probabilities that begin at the prompt, or lack the last token. "
         f"Return one for each sampled token, in the same order. {HIDES}",
     ),
     "offset": Cause(
         "log-probabilities that are off by the same number at every token",
-        Test(single_tokens.offset, 0.5, 0.8),
+        Test(wrong_values.offset, 0.5, 0.8),
         "A `rollout_func`, environment or server returns values that are not normalised, such as logits. Return "
         f"`log_softmax` of all logits at the sampled token. {HIDES}",
     ),
     "not_sampled": Cause(
         "values that are not log-probabilities of the sampled tokens",
-        Test(single_tokens.not_sampled, 0.3, 0.6),
+        Test(wrong_values.not_sampled, 0.3, 0.6),
         "A `rollout_func` or environment returns fillers, or values of the likeliest token or of another order. Return "
         "those of the sampled tokens, and leave out of the loss (`env_mask`) what nobody sampled: a tool's answer, or "
         f"what a grammar or a reasoning budget (`</think>`) forces. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
-        Test(single_tokens.first_token, 6.0, 30.0),
+        Test(places.first_token, 6.0, 30.0),
         "Compare the first token ids of both prompts. Send ids, not text, to the sampler, and apply the chat template "
         "once. A correction is valid, but the completions answer another prompt.",
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
-        Test(single_tokens.last_token, 6.0, 30.0),
+        Test(places.last_token, 6.0, 30.0),
         "The last token was forced, or the sampler stops at tokens that the trainer does not know. Give both the same "
         "`eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
         {"mask_truncated_completions": True},
@@ -110,21 +110,21 @@ CAUSES: dict[str, Cause] = {
     ),
     "seams": Cause(
         "seams between turns: text that was tokenized again",
-        Test(single_tokens.seams, 6.0, 30.0),
+        Test(places.seams, 6.0, 30.0),
         "Decoding and tokenizing again gave other tokens. Keep the sampled token ids, and append those of the tool's "
         "answer.",
         may_correct=True,
     ),
     "later_turns": Cause(
         "another context in the second and later turns",
-        Test(single_tokens.later_turns, 3.0, 6.0),
+        Test(places.later_turns, 3.0, 6.0),
         "Text was rendered again between turns, which lost or added reasoning or special tokens. Keep the token ids of "
         "all turns, and append those of the tool's answer. A correction is valid, but the model learns in a context "
         "that it never meets.",
     ),
     "by_advantage": Cause(
         "completions or tokens whose advantage is of one sign, while the others of the same steps show less",
-        Test(single_tokens.by_advantage, 1.5, 2.5),
+        Test(some_of_them.by_advantage, 1.5, 2.5),
         "Look at what comes after the rewards: values that are computed again or stored in another type, edited "
         "completions, or other sources, such as demonstrations. `k3_kl` may stay flat while the reward falls: watch "
         "`kl_advantage_positive` and `kl_advantage_negative`.",
@@ -138,7 +138,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "some_completions": Cause(
         "some completions, while others of the same steps show no gap",
-        Test(single_tokens.some_completions, 3.0, 6.0),
+        Test(some_of_them.some_completions, 3.0, 6.0),
         "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. "
         "Log which replica wrote each completion, and compare the replicas on one request. A correction is valid "
         "if the weights differ, and hides a mistake if the log-probabilities are wrong.",
@@ -160,7 +160,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "some_prompts": Cause(
         "some prompts, and always the same",
-        Test(single_tokens.some_prompts, 0.4, 0.7),
+        Test(some_of_them.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, as both sides read them: length, special tokens, images, and the "
         "adapter that the request names. Leave them out until the cause is found. A correction is valid if the "
         "sampler reads them differently, and hides a mistake if the log-probabilities are wrong.",

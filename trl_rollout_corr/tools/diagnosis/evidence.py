@@ -15,6 +15,8 @@ FLOOR = NEGLIGIBLE
 # Root mean square of the log-ratio, in nats, above which rounding cannot be the only cause.
 LARGE = 0.1
 POSSIBLE = 0.65  # certainty of a cause while other explanations are possible
+MANY = 0.9  # quantile at which tokens are compared, because most log-ratios of a confident model are near 0
+ENOUGH_TOKENS = 30  # tokens of a kind that are needed for a comparison
 _CHANCE = 3.0  # a mean of products counts above this many standard deviations of chance
 
 
