@@ -72,6 +72,11 @@ def convert_trl_file(
     trainer = named or _trainer_of(of_trl) or estimator_of(content) or ("grpo" if of_trl is not content else None)
     if trainer is not None:
         return _convert_for(trainer, text, content, node, of_trl)
+    return _convert_as_grpos(text, content, node, of_trl)
+
+
+def _convert_as_grpos(text: str, content: Mapping[str, Any], node: yaml.Node | None, of_trl: Mapping[str, Any]) -> str:
+    """The YAML of TRL for GRPO, with a warning that names the trainers that would get another answer."""
     answers = {}
     for name in _NAMES:
         with warnings.catch_warnings(record=True) as caught:
@@ -103,22 +108,14 @@ def _convert_for(
     fields for a section of verl or SkyRL in it, which is removed. Comments and all other lines stay.
     """
     sections = _sections_beside(content)
-    ours = [name for name in content if name in FIELDS and name not in sections]
-    if ours and sections:
-        remedy = "Remove one of the two."
-        raise SettingError(
-            ours[0], content[ours[0]], f"beside `{sections[0]}`, a section of verl or SkyRL", remedy=remedy
+    if ours := _own_fields_beside(sections, content):
+        warn(
+            f"The file has fields of this package already (`{next(iter(ours))}`), needs no conversion, and is printed "
+            "as it is."
         )
-    if ours:
-        named = f"fields of this package already (`{ours[0]}`)"
-        warn(f"The file has {named}, needs no conversion, and is printed as it is.")
-        tell_effects({name: content[name] for name in ours}, of_trl, trainer)
+        tell_effects(ours, of_trl, trainer)
         return text
-    of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(OF_TRL)}
-    from_trl(of_correction)  # an error if one is refused
-    if of_correction.get(f"{OF_TRL}cap") is not None:
-        new = f"{OF_TRL}clip_max"
-        warn(f"`{OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{OF_TRL}cap")
+    _check_own_correction(of_trl)
     kept = {name: value for name, value in content.items() if name not in sections}
     fields: dict[str, Any] = {"rollout_correction": "trl"}
     added: dict[str, Any] = {}
@@ -126,20 +123,65 @@ def _convert_for(
         fields, added = _translate({name: content[name] for name in sections}, kept, trainer)
     tell_effects(fields, {**added, **of_trl}, trainer)
     expected = {**kept, **added, **fields}
+    plugins = _new_plugins(content) if of_trl is not content else []
+    if plugins:
+        expected["plugins"] = plugins
+    edited = _edited(text, node, sections, {**added, **fields}, plugins)
+    return edited if _reads_as(edited, expected) else _written_anew(expected)
+
+
+def _own_fields_beside(sections: list[str], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of this package in a file. Raises an error if sections of verl or SkyRL stand beside them."""
+    ours = {name: value for name, value in content.items() if name in FIELDS and name not in sections}
+    if ours and sections:
+        name, value = next(iter(ours.items()))
+        raise SettingError(
+            name, value, f"beside `{sections[0]}`, a section of verl or SkyRL", remedy="Remove one of the two."
+        )
+    return ours
+
+
+def _check_own_correction(of_trl: Mapping[str, Any]) -> None:
+    """Raise an error for fields of TRL's own correction that cannot be kept, and warn about an old name."""
+    of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(OF_TRL)}
+    from_trl(of_correction)  # an error if one is refused
+    if of_correction.get(f"{OF_TRL}cap") is not None:
+        new = f"{OF_TRL}clip_max"
+        warn(f"`{OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{OF_TRL}cap")
+
+
+def _new_plugins(content: Mapping[str, Any]) -> list[object]:
+    """The list of plugins of a file of Axolotl with the one of this package; empty if it is in the list."""
+    plugins = content.get("plugins") or []
+    if _PLUGIN in plugins:
+        return []
+    if not isinstance(plugins, list):
+        raise SettingError("plugins", plugins, allowed="a list of names")
+    return [*plugins, _PLUGIN]
+
+
+def _edited(
+    text: str, node: yaml.Node | None, sections: list[str], new: Mapping[str, Any], plugins: list[object]
+) -> str:
+    """The text of a file without the lines of its sections of verl or SkyRL, and with lines of new fields and plugins."""
     text = _without_lines(text, node, sections)
-    lines = yaml_lines({**added, **fields})
-    if of_trl is not content and _PLUGIN not in (plugins := content.get("plugins") or []):
-        if not isinstance(plugins, list):
-            raise SettingError("plugins", plugins, allowed="a list of names")
-        expected["plugins"] = [*plugins, _PLUGIN]
-        lines += "" if plugins else f"plugins:\n- {_PLUGIN}\n"
-        text = _with_plugin(text, read_document(text)[1]) if plugins else text
-    edited = text.rstrip() + "\n" + lines
+    lines = yaml_lines(new)
+    if len(plugins) > 1:  # the file has a list already
+        text = _with_plugin(text, read_document(text)[1])
+    elif plugins:
+        lines += f"plugins:\n- {_PLUGIN}\n"
+    return text.rstrip() + "\n" + lines
+
+
+def _reads_as(text: str, expected: Mapping[str, Any]) -> bool:
     with suppress(ValueError):
-        if read_yaml(edited) == expected:
-            return edited
+        return bool(read_yaml(text) == expected)
+    return False
+
+
+def _written_anew(content: Mapping[str, Any]) -> str:
     warn("The file cannot be edited line by line, so that it is written anew, without its comments.")
-    return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
 
 
 def _trainer_of(of_trl: Mapping[str, Any]) -> str | None:
