@@ -633,6 +633,28 @@ def test_a_dump_without_settings_is_called_unknown(tmp_path, undrawn, capsys):
     assert "The run corrects for" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_settings_that_cannot_be_read_count_as_unknown(command, tmp_path, undrawn, capsys):
+    """A dump of another release is still worth reading."""
+    folder = make_dump(tmp_path / "dump", spread=0.3, steps=8, age=8)
+    for path in files_of(folder):
+        table, settings, about, _ = read_table(path)
+        step, rank = map(int, re.findall(r"\d+", path.name))
+        write_rows(folder, step, rank, table.to_pylist(), {**settings, "rollout_magic": 1}, about)
+    page = tmp_path / "report.html"
+    status = main([command, str(folder), *(["-o", str(page)] if command == "report" else [])])
+    out, said = capsys.readouterr()
+    assert status != 2, said
+    assert said.count("the settings in the dump count as unknown (they cannot be read: ") == 1
+    assert "rollout_magic" in said
+    assert "?." not in said
+    assert "The run corrects for" not in out
+    if command == "report":
+        text = Page(page.read_text()).text
+        assert "Unknown settings" in text
+        assert "he settings in the dump count as unknown (they cannot be read: " in text
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["policies that agree", "no healthy step"])
 def test_the_report_recommends_the_settings_that_compare_recommends(spread, tmp_path, undrawn):
     folder = make_dump(tmp_path / "dump", spread=spread)
@@ -845,11 +867,6 @@ def _of_another_tool(folder, _):
     return folder / "data.parquet"
 
 
-def _unknown_setting(folder, dump):
-    content = read_dump(dump)
-    return write_rows(folder, 1, 0, content.rows[:1], {**content.settings, "rollout_magic": 1})
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -876,7 +893,6 @@ def _unknown_setting(folder, dump):
         ),
         (_truncated, "step-00000001-rank-00000.parquet is damaged, or it is not a Parquet file"),
         (_of_another_tool, "data.parquet is a Parquet file, but `rollout_dump_dir` did not write it"),
-        (_unknown_setting, "the settings in the dump cannot be read: "),
     ],
 )
 def test_bad_input_is_one_line(make, message, dump, tmp_path):

@@ -10,7 +10,7 @@ from ...messages import SelfContainedError, warn
 from ...settings.resolve import Settings, settings_in_words
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
-from ..dump.in_effect import has_settings, read_settings
+from ..dump.in_effect import complaints_about, settings_of_run
 from ..dump.reading import Dump, open_dump
 from ..logs.log_files import first_readable, merge, parts_of, split_source
 
@@ -53,10 +53,10 @@ def _read(path: Path, name: str) -> Run:
         entries = first_readable(logs, damage, needed=folder is None, run=name)
     if folder is not None:
         dump = open_dump(path, _COLUMNS)
-        if has_settings(dump.settings):
-            settings = read_settings(dump.settings, "the settings in the dump cannot be read")
+        settings = settings_of_run(dump.settings)
+        if settings is not None:
             about["correction"] = settings_in_words(settings, level=dump.settings.get("importance_sampling_level"))
-        damage += dump.damage
+        damage += [*dump.damage, *complaints_about(dump.settings)]
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: dump.about[name] for name in ("model", "trainer", "date") if name in dump.about} | about

@@ -14,7 +14,7 @@ from ...settings.resolve import Settings
 from ..bands import HEALTHY
 from ..decision import Decision, decide, gap_of
 from ..dump.folder import read_logs
-from ..dump.in_effect import settings_of_run
+from ..dump.in_effect import complaints_about, settings_of_run
 from ..dump.reading import Dump, open_dump
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
@@ -35,11 +35,11 @@ COLUMNS = (
 
 def open_for_diagnosis(path: str | Path) -> Dump:
     """
-    The parts of a dump (folder or file), or of a run that contains one, that a diagnosis needs. Warns about damage.
-    Raises a `ValueError` of one line without a dump.
+    The parts of a dump (folder or file), or of a run that contains one, that a diagnosis needs. Warns about damage
+    and unreadable settings. Raises a `ValueError` of one line without a dump.
     """
     dump = open_dump(path, COLUMNS, worst=False)
-    for damage in dump.damage:
+    for damage in [*dump.damage, *complaints_about(dump.settings)]:
         warn(f"{path}: {damage}.")
     return dump
 

@@ -101,3 +101,12 @@ def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
     with suppress(ValueError):
         return read_settings(fields, "the settings in the dump")
     return None
+
+
+def complaints_about(fields: Mapping[str, Any]) -> list[str]:
+    """A sentence if the settings that a run recorded cannot be read, such as those of another release."""
+    try:
+        read_settings(fields, "they cannot be read")
+    except ValueError as error:
+        return [f"the settings in the dump count as unknown ({str(error).rstrip('.')})"]
+    return []
