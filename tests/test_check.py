@@ -294,7 +294,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, text, message):
 def test_a_report_for_people_ends_with_the_correction(capsys):
     assert main(["check", str(ROOT / "recipes/grpo/token_is.yaml")]) == 0
     *_, verdict, correction = capsys.readouterr().out.splitlines()
-    assert verdict.endswith("token_is.yaml: no mistakes, read for the trainer grpo (--trainer names another).")
+    assert verdict.endswith("token_is.yaml: no mistakes, read as settings of grpo (name another one with --trainer).")
     assert correction.startswith("Correction: decoupled_token_is: ")
 
 

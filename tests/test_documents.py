@@ -91,6 +91,7 @@ def test_words_find_their_section_first(capsys):
         ("nan", "alarms#nonfinite_many"),
         ("collapse", "debugging#the-reward-falls"),
         ("staleness", "alarms#staleness"),
+        ("own loss", "custom#a-loss-of-your-own"),  # no words next to each other
         ("multi-node", "processes#several-machines"),
         ("ESS", "alarms#effective_sample_size"),
         ("rollout_is_eff_sample_size", "alarms#effective_sample_size"),

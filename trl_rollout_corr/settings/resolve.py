@@ -251,7 +251,7 @@ def _span_in_words(pair: list[float], *, clamps: bool) -> str:
     if not clamps:
         return f"0 outside {_interval(pair)}"
     if lower == upper:
-        return f"{lower:g}"
+        return f"exactly {lower:g}"
     return f"within {_interval(pair)}" if lower > 0 else f"at most {upper:g}"
 
 

@@ -119,7 +119,7 @@ def _check_settings(
 ) -> tuple[str, bool]:
     if problem := _problem_of_trl():
         raise SelfContainedError(problem)
-    guessed = "" if trainer else " (--trainer names another)"
+    guessed = "" if trainer else " (name another one with --trainer)"
     trainer = trainer or max(_TRAINERS, key=lambda name: len(settings.keys() & _fields(_config_class(name))))
     config_class = _config_class(trainer)
     known = _fields(config_class) | _fields_of_scripts()
@@ -148,8 +148,9 @@ def _check_settings(
     lines = [visible(f"error: {mistake}") for mistake in mistakes]
     lines += [visible(f"warning: {remark}") for remark in remarks]
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes) or 'no'} mistakes"
-    lines.append(f"{visible(path)}: {count}, read for the trainer {trainer}{guessed}.")
-    lines += [f"Correction: {correction}"] if correction else []
+    lines.append(f"{visible(path)}: {count}, read as settings of {trainer}{guessed}.")
+    without = " without these mistakes" if mistakes else ""
+    lines += [f"Correction{without}: {correction}"] if correction else []
     return "\n".join(lines) + "\n", not mistakes
 
 

@@ -64,10 +64,12 @@ def _without_comments(text: str) -> str:
 def _containing(word: str, paths: dict[str, Path]) -> str:
     """
     The sections in which a word has its beginning, or if there is none, in which a word contains it ("ess" is in
-    "staleness").
+    "staleness"), or in which all words begin in one line ("own loss" finds "A loss of your own").
     """
-    within = r"\W+".join(map(re.escape, word.split()))  # "dr grpo" finds "Dr. GRPO"
-    return _matching(rf"(?<!\w){within}", paths) or _matching(within, paths)
+    words = [re.escape(part) for part in word.split()]
+    within = r"\W+".join(words)  # "dr grpo" finds "Dr. GRPO"
+    in_one_line = "^" + "".join(rf"(?=.*(?<!\w){part})" for part in words)
+    return _matching(rf"(?<!\w){within}", paths) or _matching(within, paths) or _matching(in_one_line, paths)
 
 
 def _matching(pattern: str, paths: dict[str, Path]) -> str:
