@@ -636,8 +636,8 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         (
             {"rollout_correction": "auto"},
             "auto: token importance weights, at most 3 for negative advantages and exactly 1 for positive ones, except for "
-            "rounding. Tokens are rejected if they left a trust region of 0.2 beyond rounding (token_tv), or if their ratio is below "
-            "0.001 (token_k1).",
+            "rounding. Tokens are rejected if they left a trust region of 0.2 beyond rounding (token_tv), or if their ratio "
+            "is below 0.001 (token_k1).",
         ),
         (
             {"rollout_is": "token"},
