@@ -104,6 +104,8 @@ def test_what_else_a_log_can_show(tmp_path, capsys):
     assert suspected(capsys, write(tmp_path / "raw", dict.fromkeys(range(9), 1.6))) == ["large_gap"]
     tiny = write(tmp_path / "tiny", dict.fromkeys(range(1, 9), 1e-8), length=(90, 90))  # 0.2 nats a token
     assert suspected(capsys, tiny) == ["large_gap"]
+    steps = {**HEALTHY, 20: 0.01, 40: 0.02}
+    assert suspected(capsys, write(tmp_path / "steps", steps)) == ["single_steps"]
     assert suspected(capsys, write(tmp_path / "one", {1: 0.5})) == ["whole_completions"]
 
 

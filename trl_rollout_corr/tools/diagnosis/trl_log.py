@@ -30,6 +30,7 @@ class RatioCourse(NamedTuple):
     first: float  # mean ratio of the first entries; NaN if no ratio is a number
     last: float
     lowest: float
+    dips: int  # entries below half of the usual ratio
     steps: tuple[int, int]  # optimizer steps of the log
     n: int  # entries with a ratio that is a number
     fall: tuple[int, int]  # optimizer steps between which most of the fall happens
@@ -57,7 +58,7 @@ def course_of(entries: Sequence[Mapping[str, Any]]) -> RatioCourse | None:
     others = _ends(entries, GAP), _ends(entries, LENGTH), lost
     if not known:
         whole = min(lost, default=0), max(lost, default=0)
-        return RatioCourse(math.nan, math.nan, math.nan, whole, 0, whole, False, *others) if lost else None
+        return RatioCourse(math.nan, math.nan, math.nan, 0, whole, 0, whole, False, *others) if lost else None
     steps, ratios = np.array([step for step, _ in known]), np.array([x for _, x in known])
     width = max(len(ratios) // _MANY, 1)
     level = np.convolve(ratios, np.ones(width) / width, "valid")  # of a window that begins at each entry
@@ -67,7 +68,8 @@ def course_of(entries: Sequence[Mapping[str, Any]]) -> RatioCourse | None:
     fall = int(steps[begin]), int(steps[end])
     sudden = fall[1] - fall[0] <= _SUDDEN or (end - begin <= 1 and len(steps) > 3)
     whole = int(steps[0]), int(steps[-1])
-    return RatioCourse(first, last, float(ratios.min()), whole, len(ratios), fall, sudden, *others)
+    dips = int((ratios < np.median(ratios) / 2).sum())
+    return RatioCourse(first, last, float(ratios.min()), dips, whole, len(ratios), fall, sudden, *others)
 
 
 def _fall(level: np.ndarray) -> tuple[int, int]:
@@ -155,6 +157,14 @@ _DRIFT = Suspicion(
     "Switch `vllm_enable_sleep_mode` off if it is on, and compare a weight in vLLM with the trainer's after a push. "
     "If they agree, lower `learning_rate`.",
 )
+_DIPS = Suspicion(
+    "single_steps",
+    "single steps that are far off, between healthy ones",
+    "With few completions in a step this may be chance. Otherwise some completions came from other weights, or with "
+    "wrong log-probabilities, and only now and then.",
+    "Compare these steps with the others: a replica of the server may have missed an update, a push may have failed, "
+    "or the completions may differ in length.",
+)
 
 
 def suspicions(course: RatioCourse) -> list[Suspicion]:
@@ -174,7 +184,7 @@ def _of_numbers(course: RatioCourse) -> Suspicion | None:
     if max(course.first, course.last) > _HIGH or (course.gap is not None and course.gap[0] > _LARGE):
         return _LARGE_GAP
     if min(course.first, course.last) >= LOW:
-        return None
+        return _DIPS if course.dips else None
     return _LARGE_GAP if (course.enough or 0.0) > _LARGE else _LENGTH
 
 
@@ -209,6 +219,10 @@ def course_in_words(course: RatioCourse) -> str:
         parts.append(
             f"The mean difference of log-probabilities is {number(course.gap[0])} and then {number(course.gap[1])} "
             "nats."
+        )
+    if course.dips and not course.fell:
+        parts.append(
+            f"The ratio is below half of its median in {course.dips} entries, and as low as {number(course.lowest)}."
         )
     if course.length is not None:
         parts.append(f"Completions average {course.length[0]:.0f} and then {course.length[1]:.0f} tokens.")
