@@ -85,7 +85,7 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
             packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
             # in a group each rank holds other columns
             columns = packed_columns(layer) if x.dtype in READABLE and packed and group is None else None
-            rows = x if columns is None and not packed else columns.T if columns is not None else None
+            rows = columns.T if columns is not None else None if packed else x
             if parts := _parts(layer, fused.get(name.split(".")[-2:][0], []), rows):
                 forms_of |= {f"{name}[{part}]": [fingerprint(some)] for part, some in parts.items()}
                 continue
@@ -101,16 +101,27 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
                 unreadable.add(name)
     held = _numbers({name: forms for name, forms in forms_of.items() if forms}, group)
     in_vllm = {name: _name_in_vllm(model, name) for name in names}
-    places = {name: place for name, known in in_vllm.items() if (place := _place(known, name, held, unreadable))}
+    parts_of: dict[str, list[str]] = {}
+    for tensor in held:
+        whole, bracket, _ = tensor.partition("[")
+        if bracket:
+            parts_of.setdefault(whole, []).append(tensor)
+    places = {
+        name: place for name, known in in_vllm.items() if (place := _place(known, name, held, parts_of, unreadable))
+    }
     missing = [name for name, known in in_vllm.items() if known is not None and name not in places]
     return {"held": held, "places": places, "quantised": quantised, "unreadable": missing}
 
 
 def _parts(layer: Any, names: list[str], rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Rows of each weight that vLLM fuses into a tensor, by its name; empty if it is another tensor or unknown."""
+    """
+    Rows of each weight that vLLM fuses into a tensor, by its name; empty if it is another tensor or unknown. The names
+    stand in the order of the rows, by which vLLM slices its adapters, too.
+    """
     sizes = getattr(layer, "output_partition_sizes", None) or []
-    known = rows is not None and rows.dtype in READABLE and rows.dim() and len(sizes) == len(names) > 1
-    if rows is None or not known or len(rows) != sum(sizes):
+    if rows is None or rows.dtype not in READABLE or not len(sizes) == len(names) > 1:
+        return {}
+    if not rows.dim() or len(rows) != sum(sizes):
         return {}
     return dict(zip(names, rows.split(sizes), strict=True))
 
@@ -140,16 +151,18 @@ def _name_in_vllm(model: Any, name: str) -> str | None:
     return ".".join(part for part in (path, layer, parameter) if part)
 
 
-def _place(name: str | None, sent: str, held: dict[str, list], unreadable: set[str]) -> list[str]:
+def _place(
+    name: str | None, sent: str, held: dict[str, list], parts_of: dict[str, list[str]], unreadable: set[str]
+) -> list[str]:
     """
-    Tensors that hold a weight, which vLLM calls `name`; the whole model (`""`) if unknown; none if unreadable. `sent` is
-    its name in the checkpoint, which tells a part of a fused tensor.
+    Tensors that hold a weight, which vLLM calls `name`; the whole model (`""`) if unknown; none if unreadable. `sent`
+    is its name in the checkpoint, which tells a part of a fused tensor, and `parts_of` has the parts of each.
     """
     if name is None or name in unreadable:
         return []
     if name in held:
         return [name]
-    if parts := [tensor for tensor in held if tensor.startswith(f"{name}[")]:
+    if parts := parts_of.get(name):
         own = f"{name}[{sent.split('.')[-2]}]"
         return [own] if own in parts else parts  # all of them for a checkpoint that fuses as well
     if ".experts." in name:  # vLLM keeps all experts of a layer in one tensor
