@@ -628,19 +628,32 @@ def test_a_dump_without_settings_is_called_unknown(tmp_path, undrawn, capsys):
     assert "the run corrects for it" not in page.text.replace("it is not known whether the run corrects for it", "")
     assert settings_of(tmp_path / "report.html") == [{"rollout_correction": "auto"}]
     args = make_parser().parse_args(["compare", str(folder)])
-    assert "The dump does not say with which settings it was written" in args.run(args)
+    assert "The dump does not say with which settings it was written" in (compared := args.run(args))
+    assert "assumes the default, `rollout_correction: auto`." in compared
     main(["diagnose", str(folder)])
     assert "The run corrects for" not in capsys.readouterr().out
+
+
+def dump_of_another_release(folder):
+    """A dump with a setting that this release does not have."""
+    for path in files_of(make_dump(folder, spread=0.3, steps=8, age=8)):
+        table, settings, about, _ = read_table(path)
+        step, rank = map(int, re.findall(r"\d+", path.name))
+        write_rows(folder, step, rank, table.to_pylist(), {**settings, "rollout_magic": 1}, about)
+    return folder
+
+
+def test_settings_that_cannot_be_applied_are_not_compared(tmp_path, capsys):
+    folder = dump_of_another_release(tmp_path / "dump")
+    assert main(["compare", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the settings in the dump cannot be read, perhaps because another release wrote it: `rollout_magic`" in line
 
 
 @pytest.mark.parametrize("command", ["report", "diagnose"])
 def test_settings_that_cannot_be_read_count_as_unknown(command, tmp_path, undrawn, capsys):
     """A dump of another release is still worth reading."""
-    folder = make_dump(tmp_path / "dump", spread=0.3, steps=8, age=8)
-    for path in files_of(folder):
-        table, settings, about, _ = read_table(path)
-        step, rank = map(int, re.findall(r"\d+", path.name))
-        write_rows(folder, step, rank, table.to_pylist(), {**settings, "rollout_magic": 1}, about)
+    folder = dump_of_another_release(tmp_path / "dump")
     page = tmp_path / "report.html"
     status = main([command, str(folder), *(["-o", str(page)] if command == "report" else [])])
     out, said = capsys.readouterr()

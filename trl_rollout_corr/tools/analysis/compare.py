@@ -64,7 +64,9 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    run = read_settings(dump.settings, "the settings in the dump")
+    run = read_settings(
+        dump.settings, "the settings in the dump cannot be read, perhaps because another release wrote it"
+    )
     batch = batch_of(dump.sequences, dump.sequences.sampled)
     spread = spread_of(batch)
     decision = decision_of(dump)
@@ -92,7 +94,7 @@ def _notes(dump: Dump, run: Settings) -> list[str]:
     if not has_settings(dump.settings):
         notes.append(
             f"The dump does not say with which settings it was written: `{_THIS_RUN}` assumes the default, "
-            "`rollout_correction: trl`."
+            f"`rollout_correction: {DEFAULT}`."
         )
     if run.by_trl and (of_trl := given_to_trl(dump.settings)):
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
