@@ -108,8 +108,8 @@ RULES = [
             "limit": 0.005,
             "seen": "`k3_kl` is {value} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} "
             "as well.",
-            "why": "The limit is of dense models in bfloat16, and artificial noise of 0.009 collapsed five of six uncorrected "
-            "runs of ours.",
+            "why": "The limit is of dense models in bfloat16, and a gap of 0.009 from artificial noise collapsed five of "
+            "six uncorrected runs of ours.",
             "advice": "{find}",
             "measure": conditions.gap_of_fresh_weights,
             "applies": lambda window: not window.rounds_more,
@@ -119,8 +119,8 @@ RULES = [
             "limit": 0.015,
             "seen": "`k3_kl` has been at least {value} since the first step, above {limit:g}, with weights that are "
             "known to be fresh.",
-            "why": "This may be harmless with experts or an engine in 8 bits; otherwise something differs, because {gave} "
-            "in our measurements.",
+            "why": "This may be harmless with experts or an engine in 8 bits; otherwise something differs, because "
+            "{gave} in our measurements.",
             "advice": "{find}",
             "measure": conditions.gap_from_the_start,
             "applies": lambda window: window.corrects is not False and window.is_young and not window.rounds_more,
@@ -257,7 +257,7 @@ RULES = [
         {
             "name": "weight_mean_high",
             "limit": 2.0,
-            "why": "It multiplies the optimizer step, and a few tokens with a huge weight or wrong log-probabilities "
+            "why": "The mean multiplies the optimizer step, and a few tokens with a huge weight or wrong log-probabilities "
             "raise it.",
             "advice": "{correct}",
         },
