@@ -1,9 +1,11 @@
 """The health rules: each alone on small histories, the advice that follows, and both on the runs of the published logs."""
 
 import json
+import lzma
 import math
 import random
 import re
+import statistics
 
 import pytest
 
@@ -236,6 +238,23 @@ def test_tokens_of_another_distribution_are_told_by_the_entropy():
     assert found(log(2.5, entropy=None), config()) == []
     assert found(log(2.5, k3=0.01), config()) == []  # the gap makes them differ
     assert found(log(2.5), config(rollout_support="replay")) == []  # the probabilities are of the kept tokens
+
+
+def test_old_weights_do_not_count_as_tokens_of_another_distribution():
+    """
+    A policy that becomes surer finds the tokens of an older sampler less likely than its own: `zigzag` of the arena, 8
+    steps old with noise, whose `k3_kl` stays small.
+    """
+    path = ROOT / "benchmarks" / "arena" / "runs.jsonl.xz"
+    runs = map(json.loads, lzma.decompress(path.read_bytes()).decode().splitlines())
+    logs = [run["history"] for run in runs if run["name"].startswith("grpo-zigzag-lag_8-fast-mid-noise-")]
+    logs = [log for log in logs if f"{PREFIX}surprise" in log]
+    assert len(logs) == 5
+    for log in logs:
+        entries = [dict(zip(log, values, strict=True)) for values in zip(*log.values(), strict=True)]
+        apart = [entry[f"{PREFIX}surprise"] / entry["entropy"] - 1 for entry in entries]
+        assert max(statistics.fmean(apart[i : i + 8]) for i in range(8, len(apart) - 8)) > 0.3
+        assert "other_draws" not in found(entries, config())
 
 
 def test_answers_that_are_cut_are_told_before_nothing_is_learned():

@@ -1,4 +1,7 @@
-"""Healthy bands of metrics, for charts and documents."""
+"""Healthy bands of metrics, for charts and documents, and what a gap explains of another number."""
+
+import math
+
 
 # Root mean square of the log-ratio, in nats, below which a correction per token changes nothing (`benchmarks/exact`).
 # Rounding to bfloat16 causes more in most models.
@@ -20,6 +23,16 @@ HEALTHY: dict[str, tuple[float | None, float | None]] = {
     "rollout_rs_masked_fraction": (None, 0.3),
     "rollout_is_veto_fraction": (None, 0.1),
 }
+
+
+def beyond_entropy(surprise: float, entropy: float, k3: float) -> float:
+    """
+    Mean of `-log p` of the sampler's tokens minus the trainer's entropy, in nats, as far as a gap of `k3` nats does not
+    explain it. An older or noisier sampler is surer or less sure of its tokens: to first order the two are `sqrt(2 k3)`
+    standard deviations of `log p` apart, which are taken as a nat.
+    """
+    apart = surprise - entropy
+    return math.copysign(max(abs(apart) - math.sqrt(2 * max(k3, 0.0)), 0.0), apart)
 
 
 def band_in_words(name: str) -> str:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..bands import beyond_entropy
 from .evidence import POSSIBLE, Evidence, bounded, errors_from_1, in_bins, mean, pearson
 from .observed import DumpedTokens, mean_of_equal
 
@@ -171,7 +172,7 @@ def other_draws(o: DumpedTokens) -> Evidence | None:
     if surprise is None:
         return None
     mean_surprise, entropy, error = surprise
-    apart = abs(mean_surprise - entropy)
+    apart = abs(beyond_entropy(mean_surprise, entropy, o.k3))
     numbers = {"surprise": mean_surprise, "entropy": entropy, "times": mean_surprise / max(entropy, 1e-12)}
     sentence = (
         "the mean of -log p of the tokens is {surprise} nats, and the trainer's entropy in the log {entropy}: the "

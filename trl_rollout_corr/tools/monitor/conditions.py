@@ -106,8 +106,8 @@ _SHARP = 0.02  # nats per token: a smaller entropy is no measure of a difference
 
 def draws(window: Window) -> float | None:
     """
-    How much `surprise` differs from the entropy for good, as a share of it; 0 where noise explains it. `None` if the
-    entropy is unknown, or beside a gap that makes them differ.
+    How much `surprise` differs from the entropy for good, as a share of it; 0 where noise or the gap explains it.
+    `None` if the entropy is unknown, or beside a large gap.
     """
     entropy, gap = window.of_trl("entropy"), window.get("k3_kl")
     if window.beyond_entropy is None or entropy is None or gap is None or gap > _CLOSE:

@@ -201,8 +201,8 @@ RULES = [
         limit=0.2,
         seen="`surprise` differs from TRL's `entropy` by a share of {value}, above {limit:g}, although `k3_kl` is "
         "small.",
-        why="Tokens were not drawn with the probabilities that are reported, but with another temperature, with "
-        "`top_p`, or in another way.",
+        why="Unless the sampler is less sure of its tokens, as one with older weights may be, they were drawn with "
+        "another temperature, with `top_p`, or in another way.",
         advice="Return the log-probabilities with which they were drawn, or draw from the whole distribution at the "
         "trainer's `temperature`.",
         measure=conditions.draws,

@@ -10,6 +10,7 @@ from typing import Any
 from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
+from ..bands import beyond_entropy
 from ..run_facts import clips_by_trl, iterations_of, known_age, samples_with_8_bits
 from .stock import value_of
 
@@ -288,12 +289,14 @@ class Window:
     @property
     def beyond_entropy(self) -> float | None:
         """
-        `surprise` minus the entropy that TRL logs, in nats per token; `None` if one is unknown, or with
-        `rollout_support`, where the probabilities are of the kept tokens.
+        `surprise` minus the entropy that TRL logs, in nats per token, as far as the gap does not explain it; `None` if
+        one is unknown, or with `rollout_support`, where the probabilities are of the kept tokens.
         """
-        surprise, entropy = self.get("surprise"), self.of_trl("entropy")
+        surprise, entropy, k3 = self.get("surprise"), self.of_trl("entropy"), self.get("k3_kl")
         replays = self.settings is not None and self.settings.rollout_support is not None
-        return None if surprise is None or entropy is None or replays else surprise - entropy
+        if surprise is None or entropy is None or k3 is None or replays:
+            return None
+        return beyond_entropy(surprise, entropy, k3)
 
     @property
     def clips_at_once(self) -> bool:
