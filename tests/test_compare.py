@@ -348,7 +348,12 @@ def test_dumps_that_cannot_be_compared(tmp_path, capsys):
         dump.write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True, **columns}], {})
         assert message in error_of(capsys, tmp_path / name)
     dump.write_rows(tmp_path / "settings", 1, 0, [{**row, "sampled": True}], {"rollout_iss": "token"})
-    assert "the settings in the dump: " in error_of(capsys, tmp_path / "settings")
+    said = error_of(capsys, tmp_path / "settings")
+    assert "the settings in the dump cannot be read, perhaps because another release wrote it" in said
+    assert (
+        "Compare it with that release; `report` and `diagnose` read the rest of it with this one: `rollout_iss`"
+        in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
     run = read_settings(
-        dump.settings, "the settings in the dump cannot be read, perhaps because another release wrote it"
+        dump.settings,
+        "the settings in the dump cannot be read, perhaps because another release wrote it. Compare it with that "
+        "release; `report` and `diagnose` read the rest of it with this one",
     )
     batch = batch_of(dump.sequences, dump.sequences.sampled)
     spread = spread_of(batch)
