@@ -89,12 +89,12 @@ OF_TRL = "vllm_importance_sampling_"
     [
         (
             "max_completion_length: 8192\n",
-            "keeps 6.6 % to 0.38 % of its loss on average. Set `rollout_correction` to auto. It is one rule",
+            "keeps 6.6 % to 0.38 % of its loss on average. Set `rollout_correction` to auto: it is one rule",
         ),
         ("max_completion_length: 512\n", ""),
         (f"max_completion_length: 8192\n{OF_TRL}mode: token_truncate\n", ""),
         ("max_completion_length: 8192\nrollout_correction: auto\n", ""),
-        ("max_completion_length: 8192\nrollout_correction: decoupled_seq_is\n", "Set `rollout_correction` to auto."),
+        ("max_completion_length: 8192\nrollout_correction: decoupled_seq_is\n", "Set `rollout_correction` to auto: "),
         ("max_completion_length: 8192\nrollout_correction: decoupled_geo_rs\n", "`seq_mean_k1` rejects 33 to 92 %"),
         (f"{OF_TRL}correction: false\n{OF_TRL}mode: token_mask\n", f"`{OF_TRL}mode='token_mask'` has no effect: "),
         (f"{OF_TRL}correction: false\nmax_completion_length: 8192\n", ""),

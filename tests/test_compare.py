@@ -182,7 +182,7 @@ def rows_of(*arguments) -> list[str]:
 def test_a_run_is_not_advised_the_settings_that_it_has(tmp_path):
     found = document(make_dump(tmp_path / "healthy", age=3, settings={"rollout_correction": "auto"}))["recommendation"]
     assert (found["row"], found["settings"]) == ("this run", {})
-    assert "The run uses `auto` already, so leave it." in found["why"]
+    assert "The run uses `auto` already, so leave it, and find" in found["why"]
     changed = {"rollout_correction": "auto", "rollout_rs": "token_tv", "rollout_rs_threshold": [[0.3, 0.3]]}
     found = document(make_dump(tmp_path / "changed", spread=0.3, age=3, settings=changed))["recommendation"]
     assert (found["settings"], found["remove"]) == (

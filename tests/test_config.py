@@ -968,22 +968,25 @@ def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
     [
         ({"rollout_correction": "trl", "max_completion_length": 1024}, "keeps 59 % to 32 % of its loss on average"),
         ({TRL + "clip_max": 4.0, "max_completion_length": 16384}, r"keeps 1\.1 % to less than 0\.1 % of its loss"),
-        ({TRL + "clip_max": None, "max_completion_length": 8192}, "100 of this length tell no more than one"),
+        (
+            {TRL + "clip_max": None, "max_completion_length": 8192},
+            r"100 of `max_completion_length` \(8,192 tokens\) tell no more than one",
+        ),
         (
             {"rollout_correction": "decoupled_seq_is", "max_completion_length": 4096},
-            "of its loss on average. Set `rollout_correction` to auto. ",
+            "of its loss on average. Set `rollout_correction` to auto: ",
         ),
         (
             {"rollout_correction": "trl", "max_completion_length": 4096},
-            "To keep TRL's loss, set `vllm_importance_sampling_mode` to token_truncate instead.",
+            "To keep TRL's loss, set `vllm_importance_sampling_mode` to token_truncate instead: ",
         ),
         (
             {"rollout_is": "turn", "max_completion_length": 4096},
-            "gives a turn one weight, .* of its loss on average. Set `rollout_correction` to auto and remove `rollout_is`. ",
+            "gives a turn one weight, .* of its loss on average. Set `rollout_correction` to auto and remove `rollout_is`: ",
         ),
         (
             {"rollout_rs": "turn_sum_k1", "rollout_rs_threshold": [0.5, 2.0], "max_completion_length": 8192},
-            "`turn_sum_k1` rejects 97 to 100 % of the healthy turns of this length",
+            r"`turn_sum_k1` rejects 97 to 100 % of the healthy turns of `max_completion_length` \(8,192 tokens\)",
         ),
         (
             {"rollout_correction": "decoupled_seq_is_rs", "max_completion_length": 8192},

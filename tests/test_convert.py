@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -714,8 +715,10 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
         assert said.pop() == ASSUMED
     assert ["max_completion_length" in line for line in said] == [True] * bool(shares)
     if shares:
+        assert len(re.findall(r"[.](?: |$)", said[0])) == 3  # sentences
         assert (
-            f"one of this length keeps {shares} of its loss on average. Set `rollout_correction` to auto. It is"
+            f"one of `max_completion_length` ({length:,} tokens) keeps {shares} of its loss on average. Set "
+            "`rollout_correction` to auto: it is"
             in said[0]
         )
         assert "To keep TRL's loss, set `vllm_importance_sampling_mode` to token_truncate" in said[0]

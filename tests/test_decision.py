@@ -108,7 +108,9 @@ def test_what_a_decision_sets_is_in_effect_and_then_nothing_is_left_to_set(train
         assert has_preset(after.settings, "auto")
         assert decide(after.settings, vars(after)).set == {}
         of_completions = trainer == "GRPO" and name == "trl"
-        assert ("To keep TRL's loss" in in_words(decision)) == of_completions
+        said = in_words(decision)
+        assert ("To keep TRL's loss" in said) == of_completions
+        assert len(re.findall(r"\.(?= |$)", said)) == 1 + of_completions  # an alarm adds what and why
 
 
 def test_a_part_of_the_correction_is_not_the_correction():
@@ -140,7 +142,7 @@ def test_a_run_that_is_left_removes_nothing():
 
 
 def test_an_unknown_run_is_told_unless_it_has_it():
-    assert in_words(decide(None, {})).startswith("Set `rollout_correction` to auto, unless the run has it. ")
+    assert in_words(decide(None, {})).startswith("Set `rollout_correction` to auto, unless the run has it: ")
 
 
 def test_gaps_are_small_from_where_weights_change_something_up_to_the_healthy_limit():

@@ -1115,7 +1115,7 @@ def test_a_corrected_run_is_not_told_to_correct(other_weights, capsys):
     main(["diagnose", str(other_weights(lag=4))])
     text = capsys.readouterr().out
     assert "rollout_correction" not in text
-    assert "The run uses `auto` already, so leave it." in text
+    assert "The run uses `auto` already, so leave it, and find" in text
 
 
 def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(maker, right, benchmark):

@@ -187,7 +187,7 @@ def test_small_weights_of_whole_completions_are_an_alarm_at_the_second_step(shif
         assert said[0].startswith(
             "▲ step 2: The mean importance weight of completions of 60 tokens on average is 0.55"
         )
-        assert "Set `rollout_correction` to auto and remove `rollout_is`." in " ".join(said[0].split())
+        assert "Set `rollout_correction` to auto and remove `rollout_is`: " in " ".join(said[0].split())
 
 
 def test_the_diagnosis_names_them_first(tmp_path, capsys):

@@ -80,6 +80,11 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def uncapitalized(text: str) -> str:
+    """The text with a small first letter, to follow a colon."""
+    return text[:1].lower() + text[1:]
+
+
 def nearest(name: object, names: Iterable[str]) -> str:
     """The question " Did you mean 'x'?" with the nearest name; empty if no name is close."""
     matches = difflib.get_close_matches(str(name), list(names), n=1)

@@ -13,6 +13,7 @@ from math import exp, inf, log, sqrt
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from ..messages import uncapitalized
 from .criteria import Bounding, Criterion
 from .of_trl import DEFAULTS_OF_TRL
 from .resolve import Settings
@@ -176,16 +177,15 @@ def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
     else:
         lost = _lost_weight(bounding, length)
     if bounding is not None and lost:
-        about = _about_weights(settings, _PARTS[bounding.level], lost)
-        yield Effect("max_completion_length", _begin(length) + about, is_harm=True)
+        yield Effect("max_completion_length", _about_weights(settings, _PARTS[bounding.level], lost), is_harm=True)
     for criterion in settings.criteria:
         rejected = [1 - kept_share(criterion, gap, length) for gap in _GAPS]
         if length >= _TRIAL and min(rejected) > _MANY_REJECTED:
-            yield Effect("max_completion_length", _begin(length) + _about_rejection(criterion, rejected))
+            yield Effect("max_completion_length", _about_rejection(criterion, rejected, length))
 
 
-def _begin(length: float) -> str:
-    return f"Completions may get {length:,.0f} tokens long (`max_completion_length`)"
+def _longest(length: float) -> str:
+    return f"of `max_completion_length` ({length:,.0f} tokens)"
 
 
 # What gets one weight, or is rejected as a whole. A turn is at most as long as its completion, and without tools it is
@@ -197,7 +197,7 @@ def _about_weights(settings: Settings, part: str, lost: str) -> str:
     which = "`rollout_is` gives"
     if settings.by_trl:
         which = "`sequence_mask`, the default of TRL's GRPO, gives" if _is_default(settings) else f"`{MODE}` gives"
-    return f", and {which} a {part} one weight, the product of its tokens' ratios. {_BY_CALCULATION}, {lost}"
+    return f"{which} a {part} one weight, the product of its tokens' ratios: {uncapitalized(_BY_CALCULATION)}, {lost}"
 
 
 def _is_default(settings: Settings) -> bool:
@@ -210,13 +210,13 @@ _BY_CALCULATION = "By calculation, with a `k3_kl` of {:g} to {:g}, as BF16 cause
 
 
 def _lost_weight(bounding: Bounding, length: float) -> str:
-    """The rest of a sentence about the weights of completions of this length; empty if they are near 1."""
+    """The end of a sentence about the weights of the longest completions; empty if they are near 1."""
     means, sizes = zip(*(mean_and_sample_size(bounding, gap, length) for gap in _GAPS), strict=True)
     if not bounding.normalized and bounding.upper < inf and means[0] < _SMALL_WEIGHT:
-        return f"one of this length keeps {_percent(means[0])} to {_percent(means[1])} of its loss on average."
+        return f"one {_longest(length)} keeps {_percent(means[0])} to {_percent(means[1])} of its loss on average."
     if sizes[0] < _FEW:
         many = f"{100 * sizes[0]:.0f}" if sizes[0] >= 0.015 else "one"
-        return f"100 of this length tell no more than {many}, because a few large weights outweigh the others."
+        return f"100 {_longest(length)} tell no more than {many}, because a few large weights outweigh the others."
     return ""
 
 
@@ -274,11 +274,11 @@ def kept_share(criterion: Criterion, k3: float, length: float) -> float:
     return high - low
 
 
-def _about_rejection(criterion: Criterion, rejected: list[float]) -> str:
+def _about_rejection(criterion: Criterion, rejected: list[float], length: float) -> str:
     low, high = sorted(round(100 * share) for share in rejected)
     span = f"{low} %" if low == high else f"{low} to {high} %"
     return (
-        f". {_BY_CALCULATION}, `{criterion.name}` rejects {span} of the healthy {_PARTS[criterion.unit]}s of this "
-        "length. Widen `rollout_rs_threshold` (`trl-rollout-corr docs presets#bounds-from-the-spread`), or remove the "
-        "criterion."
+        f"{_BY_CALCULATION}, `{criterion.name}` rejects {span} of the healthy {_PARTS[criterion.unit]}s "
+        f"{_longest(length)}. Widen `rollout_rs_threshold` (`trl-rollout-corr docs presets#bounds-from-the-spread`), "
+        "or remove the criterion."
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+from ..messages import uncapitalized
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.presets import DEFAULT as AUTO
 from ..settings.presets import UNSET
@@ -52,7 +53,7 @@ ROWS = (
     Row(
         {"uses_it": True},
         {},
-        f"The run uses `{AUTO}` already, so leave it. If the gap is larger than you expect, find its cause.",
+        f"The run uses `{AUTO}` already, so leave it, and find the cause of a gap that is larger than you expect.",
         "How the corrections compared",
     ),
     Row(
@@ -155,9 +156,10 @@ def in_words(decision: Decision) -> str:
         return row.why
     remove = f" and remove {', '.join(f'`{name}`' for name in decision.remove)}" if decision.remove else ""
     unless = ", unless the run has it" if decision.of_unknown else ""
-    sentences = [f"Set {_pairs(row.set)}{remove}{unless}. {row.why}"]
+    # One sentence for each setting, because the voices add what they saw and why it matters
+    sentences = [f"Set {_pairs(row.set)}{remove}{unless}: {uncapitalized(row.why)}"]
     if decision.keeps_trl:
-        sentences.append(f"To keep TRL's loss, set {_pairs(KEEPS_TRL.set)} instead. {KEEPS_TRL.why}")
+        sentences.append(f"To keep TRL's loss, set {_pairs(KEEPS_TRL.set)} instead: {uncapitalized(KEEPS_TRL.why)}")
     return " ".join(sentences)
 
 

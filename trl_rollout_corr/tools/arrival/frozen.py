@@ -67,9 +67,9 @@ class FrozenCheck:
             notify(self._ended, error=True)
             return
         notify(
-            f"Perhaps something else writes to them, such as a callback or an offloaded model. Otherwise {what}, "
-            "because an adapter that is merged and taken away again leaves the rounding of two additions behind. "
-            "Sampler and trainer share the drift, but the saved adapter will be loaded on the unchanged base. Load "
+            f"Perhaps something else writes to the base, such as a callback or an offloaded model. Otherwise {what}, "
+            "because an adapter that is merged and taken away again leaves the rounding of two additions behind: "
+            "sampler and trainer share the drift, but the saved adapter will be loaded on the unchanged base. Load "
             f"the model in float32, or push less often. {SEE}"
         )
 

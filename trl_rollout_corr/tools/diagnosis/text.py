@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from ...messages import capitalized
+from ...messages import capitalized, uncapitalized
 from ..decision import as_document, in_words
 from ..formats import number, percent, yaml_lines
 from .evidence import FLOOR, LARGE
@@ -115,7 +115,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
         done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
         text = f"The run uses this already: {done}. {cause.otherwise}"
     if diagnosis.expected and not cause.normal:
-        return f"Nothing has to be done. To make the gap smaller: {text[:1].lower()}{text[1:]}", missing
+        return f"Nothing has to be done. To make the gap smaller: {uncapitalized(text)}", missing
     return text, missing
 
 

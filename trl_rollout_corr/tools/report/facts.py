@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ...messages import PREFIX
+from ...messages import PREFIX, uncapitalized
 from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
 from ..diagnosis import Diagnosis, diagnose
@@ -76,7 +76,7 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         expected = f" Its gap is expected{', and is corrected' if facts.diagnosis.corrects else ''}."
     doubts = _outside(facts.run) + _without_advantages(facts.run)
     if fall:
-        doubts.append(f"{fall[:1].lower()}{fall[1:-1]}")
+        doubts.append(uncapitalized(fall[:-1]))
     if doubts:
         return "unknown", "No alarm", f"No alarm was raised in {facts.windows}, but {'; '.join(doubts)}.{expected}"
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
