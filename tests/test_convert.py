@@ -20,6 +20,7 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.tools.translation import trl_files
 from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS, LACKS
+from trl_rollout_corr.tools.translation.setting_files import lines_of, read_document
 from trl_rollout_corr.tools.translation.trl import from_trl
 from trl_rollout_corr.tools.translation.verl import from_verl
 
@@ -643,6 +644,37 @@ def test_a_pipe_of_the_shell_is_read():
     assert yaml.safe_load(process.stdout) == {"use_vllm": True, **TOKEN}
 
 
+IN_SECTION = (
+    "algorithm:\n  rollout_correction:\n    bypass_mode: false\n    {}\nactor_rollout_ref: {{rollout: {{n: 8}}}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        (IN_SECTION.format("rollout_is: tokn"), "-: line 4: `rollout_is` must be one of token, "),
+        (IN_SECTION.format("rollout_is_treshold: 3.0"), "-: line 4: `rollout_is_treshold` is 3.0"),
+        (
+            "use_vllm: true\n\nvllm_importance_sampling_mode: token\n",
+            "-: line 3: `vllm_importance_sampling_mode` must be ",
+        ),
+        # which of two equal names the message is about is unknown, and so is a line for what the file does not have
+        (
+            "trainer: {algorithm: {off_policy_correction: {tis_ratio_type: tokens}}}\n"
+            "a: {tis_ratio_type: 1}\nb:\n  tis_ratio_type: 1\n",
+            "-: `tis_ratio_type` must be token, ",
+        ),
+        ("trainer: 1\n", "-: it has no settings of verl"),
+    ],
+)
+def test_an_error_about_a_file_has_the_line_of_its_setting(refusal, text, start):
+    assert refusal(text).startswith(start)
+
+
+def test_a_section_that_stands_in_itself_ends():
+    assert lines_of(read_document("a: &x\n  b: *x\n  c: 1\n")[1]) == {"a": 1, "a.b": 2, "a.c": 3, "b": 2, "c": 3}
+
+
 # TRL and Axolotl ------------------------------------------------------------------------------------------------------
 
 
@@ -718,8 +750,7 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
         assert len(re.findall(r"[.](?: |$)", said[0])) == 3  # sentences
         assert (
             f"one of `max_completion_length` ({length:,} tokens) keeps {shares} of its loss on average. Set "
-            "`rollout_correction` to auto: it is"
-            in said[0]
+            "`rollout_correction` to auto: it is" in said[0]
         )
         assert "To keep TRL's loss, set `vllm_importance_sampling_mode` to token_truncate" in said[0]
     assert convert(text + "vllm_importance_sampling_mode: token_truncate\n")[1] == []

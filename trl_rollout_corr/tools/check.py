@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -22,7 +21,7 @@ from ..settings.of_trl import DEFAULTS_OF_TRL
 from ..settings.presets import DEFAULT
 from .formats import visible
 from .translation.dotted_settings import system_of
-from .translation.setting_files import read_document, read_file
+from .translation.setting_files import lines_of, read_document, read_file, with_line
 
 
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
@@ -107,15 +106,20 @@ def _untested() -> str:
 def check_file(path: str, trainer: str | None = None, *, as_json: bool = False) -> tuple[str, bool]:
     """
     Report on a YAML file, read as a training script with TRL's parser would read it, and `True` if it is free of
-    mistakes. The default `trainer` is the one that knows most keys of the file.
+    mistakes, each behind the line of its setting. The default `trainer` is the one that knows most keys of the file.
     """
-    settings, mistakes = _read(path)
+    settings, of_keys, places = _read(path)
     with _importing(f"read {visible(path)} as the trainer would"):
-        return _check_settings(path, settings, mistakes, trainer, as_json)
+        return _check_settings(path, settings, of_keys, places, trainer, as_json)
 
 
 def _check_settings(
-    path: str, settings: dict[str, Any], mistakes: list[str], trainer: str | None, as_json: bool
+    path: str,
+    settings: dict[str, Any],
+    of_keys: list[str],
+    places: Mapping[str, int],
+    trainer: str | None,
+    as_json: bool,
 ) -> tuple[str, bool]:
     if problem := _problem_of_trl():
         raise SelfContainedError(problem)
@@ -123,6 +127,7 @@ def _check_settings(
     trainer = trainer or max(_TRAINERS, key=lambda name: len(settings.keys() & _fields(_config_class(name))))
     config_class = _config_class(trainer)
     known = _fields(config_class) | _fields_of_scripts()
+    mistakes: list[str] = []
     remarks: list[str] = []
     others = {other: _config_class(other) for other in _TRAINERS if other != trainer}
     for name in [name for name in settings if name not in known]:
@@ -142,6 +147,7 @@ def _check_settings(
     if config is not None and trainer != "async_grpo":
         mistakes += _refused_by_trainer(config, settings)
         remarks += _warned_about_sampler(config, trainer, given="use_vllm" in settings)
+    mistakes = [*of_keys, *(with_line(mistake, places) for mistake in mistakes)]
     if as_json:
         report = {"file": path, "trainer": trainer, "mistakes": mistakes, "remarks": remarks, "correction": correction}
         return json.dumps(report, indent=2) + "\n", not mistakes
@@ -154,8 +160,8 @@ def _check_settings(
     return "\n".join(lines) + "\n", not mistakes
 
 
-def _read(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a YAML file, and sentences about wrong keys."""
+def _read(path: str) -> tuple[dict[str, Any], list[str], dict[str, int]]:
+    """Settings of a YAML file, sentences about wrong keys, and the line of each setting."""
     try:
         settings, node = read_document(read_file(path))
     except ValueError as error:
@@ -167,11 +173,19 @@ def _read(path: str) -> tuple[dict[str, Any], list[str]]:
         if system == "Axolotl":
             remedy = "Axolotl checks them itself: `axolotl train`"
         raise SelfContainedError(f"{path}: these are settings of {system}, which no script of TRL reads. {remedy}.")
-    keys = [key.value for key, _ in node.value]
-    mistakes = [f"`{key}` is set {n} times, and the last one counts." for key, n in Counter(keys).items() if n > 1]
+    places = lines_of(node)
+    given: dict[str, list[int]] = {}
+    for key, _ in node.value:
+        given.setdefault(key.value, []).append(key.start_mark.line + 1)
+    mistakes = [
+        f"lines {', '.join(map(str, at[:-1]))} and {at[-1]}: `{key}` is set {len(at)} times, and the last one counts."
+        for key, at in given.items()
+        if len(at) > 1
+    ]
     if not isinstance(settings.pop("env", {}), dict):  # TRL's parser puts it into the environment
-        mistakes.append("`env` must be a section of variables, such as `env: {WANDB_PROJECT: a}`.")
-    return {str(name): value for name, value in settings.items()}, mistakes
+        wrong = "`env` must be a section of variables, such as `env: {WANDB_PROJECT: a}`."
+        mistakes.append(with_line(wrong, places))
+    return {str(name): value for name, value in settings.items()}, mistakes, places
 
 
 def _config_class(trainer: str) -> Any:

@@ -60,6 +60,37 @@ def read_document(text: str) -> tuple[Any, yaml.Node | None]:
     return content, node
 
 
+def lines_of(node: yaml.Node | None) -> dict[str, int]:
+    """
+    Line of each setting in the tree of a file, by its dotted name, and by the last part of it where this part stands in
+    one line only. A setting that is given twice has its last line, which is the one that counts.
+    """
+    dotted: dict[str, int] = {}
+    last: dict[str, dict[str, int]] = {}
+    for name, line in _keys(node, set()):
+        dotted[name] = line
+        last.setdefault(name.rpartition(".")[2], {})[name] = line
+    return {**{name: line for name, of in last.items() if len(of) == 1 for line in of.values()}, **dotted}
+
+
+def _keys(node: yaml.Node | None, seen: set[int], above: str = "") -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode) or id(node) in seen:  # an alias may name what it stands in
+        return
+    seen.add(id(node))
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            name = f"{above}.{key.value}" if above else key.value
+            yield name, key.start_mark.line + 1
+            yield from _keys(value, seen, name)
+
+
+def with_line(message: str, lines: Mapping[str, int]) -> str:
+    """A message, behind the line of the first setting that it names; unchanged if the file has none of them."""
+    names = re.findall(r"`([\w.]+)", message) or re.findall(r"\w+", message)  # argparse and TRL write no backticks
+    line = next((lines[name] for name in names if name in lines), None)
+    return message if line is None else f"line {line}: {message}"
+
+
 def _about_script(text: str) -> str:
     """Advice about a shell script: which command of it starts the training, or that none of its settings are known."""
     if not _KEYS_IN_SCRIPT.search(text):
