@@ -55,11 +55,14 @@ IN_SHORT = {
 
 
 def completed(table: str, cells: Callable[[str], Mapping[str, str]], names: Iterable[str] = ()) -> str:
-    """A table with the cells that are known, by the head of their column, for the first name in a row; and with all names."""
+    """
+    A table with the cells that are known, by the head of their column, for the first name in a row; and with all names, in
+    their order.
+    """
     head, _, *rows = ([cell.strip() for cell in line[1:-1].split(" | ")] for line in table.strip().splitlines())
     rows = {re.findall(r"`([^`]+)`", row[0])[0]: row for row in rows}
-    rows = {name: row for name, row in rows.items() if not names or name in names}
     rows |= {name: [f"`{name}`", *[""] * (len(head) - 1)] for name in names if name not in rows}
+    rows = {name: rows[name] for name in names or rows}
     known = {name: cells(name) for name in rows}
     return grid(head, ([known[name].get(*cell) for cell in zip(head, rows[name], strict=True)] for name in rows))
 
@@ -84,6 +87,10 @@ class Unknown:
         return "..."
 
 
+# The worst first; otherwise in the order of the rules, where alarms about the same stand together
+IN_ORDER = sorted(BOUNDS.values(), key=lambda bound: (bound.severity != "critical", not bound.foretells_collapse))
+
+
 def alarms(table: str) -> str:
     def cells(name: str) -> dict[str, str]:
         bound = BOUNDS[name]
@@ -96,7 +103,7 @@ def alarms(table: str) -> str:
             "steps": f"{bound.patience} in a row" if bound.lasting else f"{most}{_at_once(bound)}",
         }
 
-    return completed(table, cells, BOUNDS)
+    return completed(table, cells, [bound.name for bound in IN_ORDER])
 
 
 def _is_off(bound: Bound) -> bool:
@@ -159,8 +166,8 @@ def gaps_by_age(inside: str) -> str:
 
 def alarm_sections(inside: str) -> str:
     text = {}
-    for bound in BOUNDS.values():
-        first = next(other for other in BOUNDS.values() if (other.why, other.advice) == (bound.why, bound.advice))
+    for bound in IN_ORDER:
+        first = next(other for other in IN_ORDER if (other.why, other.advice) == (bound.why, bound.advice))
         again = f"The rest is the same as for [`{first.name}`](#{first.name})."
         rest = f"{bound.why} {bound.advice}" if bound is first else again
         numbers = {
