@@ -706,7 +706,7 @@ def test_exit_codes_and_json(shifted, maker, capsys):
     assert answer["causes"][0]["cause"] == "shift"
     assert answer["causes"][0]["evidence"]["lag"] in (-1, 1)
     assert main(["diagnose", str(maker.output / "none" / str(SEED))]) == 0
-    assert capsys.readouterr().out.startswith("Nothing to correct.")
+    assert capsys.readouterr().out.startswith("Healthy: the gap is too small to correct.")
 
 
 def test_a_report_has_the_diagnosis_on_top(shifted, tmp_path):
@@ -965,7 +965,7 @@ def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_pat
     )
     diagnosis = watcher(trainer, "rollout_diagnose").diagnosis
     assert diagnosis.verdict == "nothing"
-    assert "Diagnosis of step 1. Nothing to correct." in capsys.readouterr().out
+    assert "Diagnosis of step 1. Healthy: the gap is too small to correct." in capsys.readouterr().out
     rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
     again = [row for row in rows if row["again_logps"]]
     assert {row["step"] for row in again} == {1}

@@ -175,7 +175,7 @@ def test_quickstart_with_a_pretrained_model(tmp_path):
         pytest.importorskip("gguf")
     options = ["--model", "smollm2", "--output_dir", str(tmp_path), "--max_steps", "4", "--eval_every", "2"]
     output = quickstart(*options, environment=UNCOMPILED)
-    for words in ("Normal: rounding of bfloat16", "held-out accuracy before", "KL from sampler"):
+    for words in ("Healthy: rounding of bfloat16", "held-out accuracy before", "KL from sampler"):
         assert words in output
     (folder,) = tmp_path.glob("grpo_corrected_smollm2*")
     windows = json.loads((folder / RESULT).read_text())["history"]

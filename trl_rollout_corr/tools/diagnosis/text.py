@@ -20,7 +20,7 @@ def headline(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict == "nothing":
         if diagnosis.decision.set:
             return "No gap in this dump, but something unhealthy in its run"
-        return "Nothing to correct"
+        return "Healthy: the gap is too small to correct"
     if diagnosis.verdict == "small":
         if diagnosis.decision.set:
             return "A gap as small as rounding in this dump, but something unhealthy in its run"
@@ -33,7 +33,7 @@ def headline(diagnosis: Diagnosis) -> str:
         oldest = first.evidence.numbers.get("oldest")
         title = f"the sampler is up to {oldest:.0f} optimizer steps old" if oldest else first.cause.title
         return f"Expected: {title}, and {'the run corrects for it' if diagnosis.corrects else 'the gap is small'}"
-    kind = "Normal" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
+    kind = "Healthy" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
     return f"{kind}: {first.cause.title}"
 
 
