@@ -5,14 +5,20 @@ import itertools
 import json
 import math
 import re
+import shlex
 import warnings
+from functools import partial
 
 import pytest
+import torch
 import yaml
+from peft import LoraConfig
 
 import trl_rollout_corr
 from tests.dumps import make_dump
 from tests.launching import HAS_ASYNCHRONOUS, ROOT
+from tests.tiny import StaleSampler, build_tiny_model, load_model
+from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig, examine
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX, SettingWarning
@@ -293,6 +299,13 @@ MODES = {
     "penalties": {"generation_kwargs": {"presence_penalty": 0.5}},
     "bfloat16": {"model_init_kwargs": {"dtype": "bfloat16"}},
     "several steps": {"steps_per_generation": 4, "num_iterations": 2},
+    "SAPO": {"loss_type": "sapo"},
+    "VESPO": {"loss_type": "vespo"},
+    "float16": {"model_init_kwargs": {"dtype": "float16"}},
+    "kept tokens": {"rollout_support": "replay", "top_p": 0.9},
+    "experts": {"rollout_routing": "replay"},
+    "an engine that sleeps": {"vllm_enable_sleep_mode": True},
+    "a head in float32": {"cast_lm_head_to_fp32": True},
 }
 
 
@@ -332,6 +345,111 @@ def test_the_remedy_of_every_cause_is_possible_in_the_run_that_gets_it(trainer, 
             assert not re.search(r"(base|base weights) in float32", text), cause
         if mode in ("server", "a rollout function"):
             assert "rollout_engine_kwargs" not in settings
+            # a mapping stays one argument of a shell
+            for option, value in re.findall(r"`--(\S+) (.*?)`", text):
+                assert shlex.split(f"--{option} {value}")[1:] == [value.strip("'")], text
+        if mode == "VESPO":
+            assert not re.search(r"`auto` corrects", text), cause
+
+
+# What a model is, and the adapters on it, by what TRL can do with its head
+GIVEN = {"a name": str, "an object": partial(load_model, dtype=torch.bfloat16)}
+ADAPTERS = {
+    "none": {},
+    "attention": {"target_modules": ["q_proj"]},
+    "a saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("given", GIVEN)
+def test_the_remedy_of_every_cause_is_possible_with_the_model_that_gets_it(
+    given, adapter, tied, tiny_model_path, tied_model_path, tmp_path
+):
+    """A trainer is built anew with what is to be pasted, and TRL takes all of it; it fails with what is left out."""
+    path = tied_model_path if tied else tiny_model_path
+
+    def built(**fields):
+        config = LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[adapter]) if ADAPTERS[adapter] else None
+        named = {} if given == "an object" else {"model_init_kwargs": {"dtype": "bfloat16"}}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = build(
+                *TRAINERS["grpo"], GIVEN[given](path), tmp_path, sampler=StaleSampler(path, noise=0.0),
+                extra={"peft_config": config}, **{"use_vllm": False, **named, **fields},
+            )  # fmt: skip
+        return trainer, [str(x.message) for x in caught]
+
+    trainer, _ = built()
+    in_effect = settings_in_effect(trainer.args, trainer._settings)
+    advised = {}
+    for cause in sorted({*CAUSES, *OTHER_CAUSES} - {"adapter_missing"}):
+        finding = Finding(cause, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
+        diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, trainer._settings, in_effect)
+        text, advised[cause] = remedy_for(diagnosis._replace(about=trainer._about), finding)
+        if cause in ("head", "rounding"):
+            assert ("grpo/fp32_head.yaml" in text) == bool(advised[cause])
+            assert bool(advised[cause]) != text.endswith("(recipe grpo/fp16.yaml).")
+        if cause in ("lora_merge", "frozen_base"):
+            assert ("load it with `dtype=float32`" in text) == (given == "an object")
+    for settings in {repr(x): x for x in advised.values() if x}.values():
+        _, said = built(**settings)
+        assert not any("will be ignored" in line for line in said), settings
+    if "cast_lm_head_to_fp32" in advised["head"]:
+        assert built(**advised["head"])[0].model.get_output_embeddings().weight.dtype == torch.float32
+    else:
+        with pytest.raises(AttributeError, match="embed_tokens"):
+            built(cast_lm_head_to_fp32=True)
+    assert ("cast_lm_head_to_fp32" in advised["head"]) == (not tied or adapter == "none")
+
+
+def test_weights_that_are_in_float32_are_not_told_to_be(tiny_model_path, tmp_path):
+    """TRL loads a model in float32 where nothing is set."""
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    sampler, finding = (
+        StaleSampler(tiny_model_path, noise=0.0),
+        Finding("lora_merge", 0.9, 1.0, Evidence(1.0, 1.0, {}, "")),
+    )
+    for dtype, advised in ((None, {}), ("bfloat16", {"model_init_kwargs": {"dtype": "float32"}})):
+        trainer = build(
+            *TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, extra={"peft_config": adapter},
+            model_init_kwargs={"dtype": dtype} if dtype else None,
+        )  # fmt: skip
+        in_effect = settings_in_effect(trainer.args, trainer._settings)
+        diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, trainer._settings, in_effect)
+        text, settings = remedy_for(diagnosis._replace(about=trainer._about), finding)
+        assert settings == advised
+        assert ("The sampler rounds" in text) == (not advised)
+
+
+def test_routers_that_the_trainer_does_not_know_are_not_replayed(tmp_path):
+    path = build_tiny_model(tmp_path / "experts", experts=4)
+    finding = Finding("routing", 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
+    config = config_of("GRPO", {"rollout_correction": "auto"})
+    in_effect = settings_in_effect(config, config.settings)
+    for known in (True, False):
+        model = load_model(path)
+        for module in [x for x in model.modules() if type(x).__name__ == "Qwen3MoeTopKRouter"]:
+            module.__class__ = type(module) if known else type("OwnTopKRouter", (type(module),), {})
+        trainer = build(*TRAINERS["grpo"], model, tmp_path, sampler=StaleSampler(path, noise=0.0))
+        diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, config.settings, in_effect)
+        text, settings = remedy_for(diagnosis._replace(about=trainer._about), finding)
+        assert settings == ({"rollout_routing": "replay"} if known else {})
+        assert ("the trainer must know how the model's routers work" in text) == (not known)
+
+
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL has no asynchronous trainer")
+def test_a_setting_that_a_trainer_lacks_keeps_no_other_from_it():
+    config = config_of("AsyncGRPO", {"repetition_penalty": 1.2})
+    finding = Finding("penalty", 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
+    in_effect = settings_in_effect(config, config.settings)
+    text, settings = remedy_for(
+        Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, config.settings, in_effect), finding
+    )
+    assert settings == {"repetition_penalty": 1.0}
+    assert "This trainer has no `generation_kwargs`." in text
 
 
 @pytest.mark.parametrize("trainer", [name for name in CLASSES if name != "AsyncGRPO"])
@@ -342,6 +460,8 @@ def test_the_advice_of_every_alarm_is_possible_in_the_run_that_gets_it(trainer, 
     fields = {"use_vllm": True, "vllm_mode": "colocate", "rollout_correction": correction, **MODES[mode]}
     if not fields.keys() <= CLASSES[trainer].__dataclass_fields__.keys():
         pytest.skip("a field of GRPO alone")
+    if mode == "VESPO" and correction not in ("disabled", "trl"):
+        pytest.skip("a loss with weights of its own takes no other")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SettingWarning)
         config = CLASSES[trainer](**MACHINE, **fields)

@@ -803,7 +803,7 @@ def test_mappings_are_in_effect_key_by_key():
 @pytest.mark.parametrize("name", ["frozen_base", "lora_merge"])
 def test_a_quantised_base_is_not_told_to_be_in_float32(tiny_model_path, name):
     """As the diagnosis reads it from the metadata of the trainer."""
-    model = load_model(tiny_model_path)
+    model = load_model(tiny_model_path, torch.bfloat16)
     plain = trainer_metadata(model, SimpleNamespace(bf16=True, fp16=False))
     # as the quantisers of transformers mark a model, of which none runs on a CPU here
     assert {"is_quantized", "quantization_method"} <= {*re.findall(r"\w+", inspect.getsource(HfQuantizer))}

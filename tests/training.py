@@ -133,7 +133,7 @@ def build_with_dropout(path: str, folder, **fields):
     trainer = trl_rollout_corr.RolloutCorrectedGRPOTrainer, trl_rollout_corr.RolloutCorrectedGRPOConfig
     model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.3)
     sampler = StaleSampler(path, noise=0.0, min_length=8)
-    with pytest.warns(UserWarning, match="dropout"):
+    with pytest.warns(UserWarning, match=r"`attention_dropout=0\.0` where you load it"):
         return build(*trainer, model, folder, sampler=sampler, model_init_kwargs=None, **fields)
 
 

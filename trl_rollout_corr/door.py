@@ -6,7 +6,7 @@ no trainer, names one.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 
@@ -81,6 +81,15 @@ def replays_of(trainer: Any) -> "Replay":
     from .tools.replay import choices
 
     return choices.replays_of(trainer)
+
+
+def knows_routers(model: Any) -> bool:
+    """True if the trainer can replay the experts of a model, see `rollout_routing`."""
+    from .tools.replay.routers import find_routers
+
+    with suppress(ValueError):
+        return bool(find_routers(model))
+    return False
 
 
 def push_checks(pushes: Any, model: Any) -> "PushChecks":

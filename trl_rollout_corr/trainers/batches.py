@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
 from ..correction.rounding import Rounding, RoundingInUse, measure_rounding
-from ..door import WATCHERS, tool
+from ..door import WATCHERS, knows_routers, tool
 from ..messages import SettingWarning, __version__, plain
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import FIELDS
@@ -68,6 +68,7 @@ class CorrectsBatches(_Host):
         Check the configuration, and read the settings of the correction. This happens once, before vLLM starts, which
         takes long; `train` refuses fields that were changed later.
         """
+        self._loaded_by = "trl" if isinstance(model, str) else "user"
         if args is None:
             model_name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
@@ -84,7 +85,7 @@ class CorrectsBatches(_Host):
 
     def _set_up_observer(self) -> None:
         """Complete a trainer: warn about the model, build the observer, and add the watchers."""
-        check_dropout(self._bare(self.model))
+        check_dropout(self._bare(self.model), loaded_by_trl=self._loaded_by == "trl")
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
@@ -147,7 +148,11 @@ class CorrectsBatches(_Host):
 
     def _metadata(self) -> dict[str, str]:
         """Types, adapter and quantization of trainer and sampler, which `diagnose` reads."""
-        return trainer_metadata(self._bare(self.model), self.args) | engine_metadata(self._engine_config)
+        model = self._bare(self.model)
+        of_trainer = {**trainer_metadata(model, self.args), "loaded_by": self._loaded_by}
+        if of_trainer["experts"] == "routed":
+            of_trainer["routers"] = "known" if knows_routers(model) else "unknown"
+        return of_trainer | engine_metadata(self._engine_config)
 
     @property
     def _now(self) -> Moment:

@@ -8,8 +8,8 @@ import torch
 
 def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     """
-    Type in which the trainer computes, how its weights are quantised, kind of its adapter, and whether experts are
-    routed.
+    Type in which the trainer computes, type of its weights, how they are quantised, kind of its adapter, whether
+    experts are routed, and whether TRL can let the head compute in float32.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     computes = "bfloat16" if args.bf16 else "float16" if args.fp16 else _name(dtype)
@@ -20,10 +20,31 @@ def trainer_metadata(model: Any, args: Any) -> dict[str, str]:
     method = getattr(model, "quantization_method", None) if getattr(model, "is_quantized", False) else "none"
     return {
         "trainer_dtype": computes,
+        "base_dtype": _name(_base_dtype(model) or dtype),
         "trainer_quantization": str(getattr(method, "value", method) or "unknown"),
         "adapter": str(kind or "none"),
         "experts": "routed" if mixed else "none",
+        "head": _head(model),
     }
+
+
+def _base_dtype(model: Any) -> torch.dtype | None:
+    """Type of the weights below an adapter; `None` without an adapter, or if they are packed."""
+    below = (p.dtype for name, p in model.named_parameters() if ".base_layer." in name and p.is_floating_point())
+    return next(below, None)
+
+
+def _head(model: Any) -> str:
+    """Kind of head for TRL's `cast_lm_head_to_fp32`: `"own"` if it works, else a kind that it refuses or fails with."""
+    head = getattr(model, "lm_head", None)
+    if head is None:
+        return "unknown"
+    if hasattr(head, "get_base_layer"):
+        return "adapted"
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    # where TRL looks for the embedding; a PEFT model has the whole base model there
+    found = hasattr(getattr(model, "model", None), "embed_tokens")
+    return "tied" if tied and not found else "own"
 
 
 def engine_metadata(config: Any) -> dict[str, str]:

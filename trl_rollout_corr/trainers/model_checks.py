@@ -28,10 +28,18 @@ def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
     ]
 
 
-def check_dropout(model: PreTrainedModel) -> None:
-    """Warn about dropout, which is on in the trainer and off in the sampler."""
+def check_dropout(model: PreTrainedModel, *, loaded_by_trl: bool = True) -> None:
+    """
+    Warn about dropout, which is on in the trainer and off in the sampler. TRL gives `model_init_kwargs` to a model that
+    it loads itself.
+    """
     in_attention, layers = dropout_of(model)
-    remedies = ["`model_init_kwargs={'attention_dropout': 0.0}`"] if in_attention else []
+    own = (
+        "`model_init_kwargs={'attention_dropout': 0.0}`"
+        if loaded_by_trl
+        else "`attention_dropout=0.0` where you load it"
+    )
+    remedies = [own] if in_attention else []
     remedies += ["`disable_dropout=True`"] if layers else []
     if not remedies:
         return

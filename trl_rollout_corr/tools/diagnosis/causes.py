@@ -27,6 +27,7 @@ class Cause(NamedTuple):
     remedy: str  # at the source first
     settings: Mapping[str, object] = {}  # of a trainer, as the remedy; empty where no setting helps
     otherwise: str = ""  # the remedy for a run that already uses these settings
+    if_impossible: str = ""  # the remedy for a run that cannot have these settings, after the reason
     on_quantised: str = ""  # the remedy for a trainer whose weights are quantised, if it is another one
     may_correct: bool = False  # True if a correction of the gap that is left would not hide a mistake
     normal: bool = False  # True for a cause in every run, where only a large gap is unhealthy
@@ -45,8 +46,13 @@ _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` "
     "unless started with `--generation-config vllm`."
 )
+_TRUNCATED = f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}"
 _SMALLER = (
     "This is normal, because the layers still round. float16 on both sides makes the gap much smaller (recipe "
+    "grpo/fp16.yaml)."
+)
+_IN_FLOAT16 = (
+    "The gap is normal, because two kernels compute the same policy. float16 on both sides makes it much smaller (recipe "
     "grpo/fp16.yaml)."
 )
 _IN_FLOAT32 = (
@@ -234,7 +240,7 @@ CAUSES: dict[str, Cause] = {
         f"float32{_LOADED}. The gap stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
         f"The sampler rounds: {_IN_FLOAT32}{_LOADED}. The gap stays as small as rounding.",
-        "The sampler receives the adapter merged into the base, rounded to bfloat16, while the trainer adds the "
+        on_quantised="The sampler receives the adapter merged into the base, rounded to bfloat16, while the trainer adds the "
         f"adapter's output to a quantised base. To make the gap smaller, {_IN_FLOAT32}{_LOADED}. It stays as small as "
         "rounding.",
         may_correct=True,
@@ -245,7 +251,8 @@ CAUSES: dict[str, Cause] = {
         Test(sampling.truncation, 0.2, 0.4),
         "The trainer scores with the whole distribution: sample from it as well.",
         {"top_p": 1.0, "top_k": 0, "min_p": None},
-        f"The truncation is set elsewhere: in `generation_kwargs`, {_ELSEWHERE}",
+        _TRUNCATED,
+        _TRUNCATED,
         may_correct=True,
     ),
     "penalty": Cause(
@@ -295,7 +302,7 @@ CAUSES: dict[str, Cause] = {
     "quantised": Cause(
         "a quantised sampler",
         Test(precision.quantised, 0.0, 1.0),
-        "`auto` corrects for it: this gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 "
+        "This gap is the price of faster sampling, and a correction makes up for it. We measured a `k3_kl` of 0.0001 to 0.05 "
         "with FP8 and INT8; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value cache in "
         "16 bits.",
         may_correct=True,
@@ -315,6 +322,7 @@ CAUSES: dict[str, Cause] = {
         "Let the head compute in float32 on both sides: recipe grpo/fp32_head.yaml.",
         _FLOAT32_HEADS,
         _SMALLER,
+        _IN_FLOAT16,
         may_correct=True,
         normal=True,
     ),
@@ -325,6 +333,7 @@ CAUSES: dict[str, Cause] = {
         "smaller (recipe grpo/fp32_head.yaml), and float16 much smaller (recipe grpo/fp16.yaml).",
         _FLOAT32_HEADS,
         _SMALLER,
+        _IN_FLOAT16,
         may_correct=True,
         normal=True,
     ),

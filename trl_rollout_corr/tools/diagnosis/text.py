@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
+from shlex import quote
+from typing import Any
 
 from ...messages import capitalized, uncapitalized
 from ..decision import as_document, in_words
@@ -106,8 +108,16 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     cause, run = finding.cause, diagnosis.fields
     if cause.on_quantised and diagnosis.about.get("trainer_quantization", "none") != "none":
         return cause.on_quantised, {}
+    if (base := diagnosis.about.get("base_dtype")) and "model_init_kwargs" in run:  # TRL's default may be float32
+        of_model: Any = run["model_init_kwargs"] or {}
+        run = {**run, "model_init_kwargs": {**of_model, "dtype": base}}
     missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
-    missing, elsewhere = _possible(missing, run)
+    refused, reasons = _refused(missing, run, diagnosis.about)
+    missing = {name: value for name, value in missing.items() if name not in refused}
+    if refused and not missing and cause.if_impossible:
+        return " ".join([*reasons, cause.if_impossible]), {}
+    missing, elsewhere = _possible(missing, run, diagnosis.about)
+    elsewhere = [*reasons, *elsewhere]
     missing = {name: _beside(value, run.get(name)) for name, value in missing.items()}
     names_it = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(elsewhere) for name in cause.settings)
     text = " ".join([*elsewhere, cause.otherwise] if names_it else [cause.remedy, *elsewhere])
@@ -129,12 +139,44 @@ def _beside(value: object, run: object) -> object:
 _OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")
 
 
-def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Settings that are possible in a run, and sentences about the others."""
+_OF_HEAD = "cast_lm_head_to_fp32"
+# By what TRL finds of a head: why it cannot compute in float32
+_HEADS = {
+    "adapted": "TRL refuses `cast_lm_head_to_fp32` with an adapter on the head.",
+    "tied": "TRL fails with `cast_lm_head_to_fp32` here, because it does not find the embedding that the head is tied to.",
+    "unknown": "TRL fails with `cast_lm_head_to_fp32` here, because the model has no `lm_head`.",
+}
+_GIVEN = "The trainer got this model and not its name, so load it with {options}: `model_init_kwargs` has no effect."
+
+
+def _refused(
+    settings: Mapping[str, object], run: Mapping[str, object], about: Mapping[str, str]
+) -> tuple[set[str], list[str]]:
+    """Settings that the trainer of a run cannot have, and sentences why."""
     written = "given" in run  # by a trainer, with its fields of TRL
     lacking = [name for name in settings if written and not name.startswith("rollout_") and name not in run]
-    if lacking:
-        return {}, [f"This trainer has no `{name}`." for name in lacking]
+    refused, reasons = {*lacking}, [f"This trainer has no `{name}`." for name in lacking]
+    head, of_model = about.get("head", ""), settings.get("model_init_kwargs")
+    if _OF_HEAD in settings and _OF_HEAD not in refused and head in _HEADS:
+        refused.add(_OF_HEAD)
+        reasons.append(_HEADS[head])
+    if _OF_HEAD in refused:
+        refused |= settings.keys()  # in the sampler alone, a head in float32 makes no gap smaller
+    if isinstance(of_model, Mapping) and about.get("loaded_by") == "user":
+        refused.add("model_init_kwargs")
+        options = " and ".join(f"`{name}={value}`" for name, value in of_model.items())
+        reasons.append(_GIVEN.format(options=options))
+    if "top_p" in settings and run.get("rollout_support"):
+        refused |= settings.keys()
+        reasons.append("The trainer takes over the tokens that the run's own truncation keeps (`rollout_support`).")
+    return refused, reasons
+
+
+def _possible(
+    settings: Mapping[str, object], run: Mapping[str, object], about: Mapping[str, str]
+) -> tuple[dict[str, object], list[str]]:
+    """Settings that are possible in a run, and sentences about the others."""
+    written = "given" in run
     remote = written and (run.get("use_vllm") is False or run.get("vllm_mode") != "colocate")
     elsewhere = {name: value for name, value in settings.items() if remote and name in _OF_ENGINE}
     sentences = [*map(_elsewhere, elsewhere.items())]
@@ -142,6 +184,11 @@ def _possible(settings: Mapping[str, object], run: Mapping[str, object]) -> tupl
     if "rollout_routing" in settings and isinstance(parallel, int) and parallel > 1 and not remote:
         elsewhere["rollout_routing"] = ...
         sentences.append("For `rollout_routing`, vLLM must run without tensor parallelism.")
+    if "rollout_routing" in settings and "rollout_routing" not in elsewhere and about.get("routers") == "unknown":
+        elsewhere["rollout_routing"] = ...
+        sentences.append(
+            "For `rollout_routing`, the trainer must know how the model's routers work, which it does not."
+        )
     return {name: x for name, x in settings.items() if name not in elsewhere}, sentences
 
 
@@ -151,7 +198,8 @@ def _elsewhere(setting: tuple[str, object]) -> str:
     if not isinstance(value, Mapping):
         return f"For `{name}`, vLLM must run in the training process."
     options = (
-        f"--{key.replace('_', '-')} {json.dumps(x) if isinstance(x, Mapping) else x}" for key, x in value.items()
+        f"--{key.replace('_', '-')} {quote(json.dumps(x)) if isinstance(x, Mapping) else x}"
+        for key, x in value.items()
     )
     return f"vLLM does not run in the training process, so start it with {', '.join(f'`{x}`' for x in options)}."
 
