@@ -110,10 +110,13 @@ def test_a_run_is_the_same_bit_for_bit_with_and_without_it(make):
 
 
 @pytest.mark.vllm
-def test_a_score_makes_vllm_compute_the_logits_of_few_tokens_at_once(make, monkeypatch):
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_score_makes_vllm_compute_the_logits_of_few_tokens_at_once(make, monkeypatch, chunked):
     """vLLM has the logits of all tokens that it reads in a step, twice and for the whole vocabulary."""
-    monkeypatch.setattr(engine, "AT_ONCE", 5)
+    monkeypatch.setattr(engine, "AT_ONCE", 9)  # more than texts, as a step also has logits of the last token of each
     trainer = make(max_steps=2, max_completion_length=16)
+    config = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config
+    monkeypatch.setattr(config, "enable_chunked_prefill", chunked)  # without, the scheduler reads whole prompts
     model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.get_model()
     compute_logits, score, at_once, texts = model.compute_logits, scoring_sampler.score_in_process, [], []
 
@@ -130,8 +133,19 @@ def test_a_score_makes_vllm_compute_the_logits_of_few_tokens_at_once(make, monke
     monkeypatch.setattr(scoring_sampler, "score_in_process", scoring)
     fresh, _ = numbers(trainer)
     assert max(fresh) < 1e-8
-    assert max(map(len, texts)) > 5
-    assert {max(of_look) for of_look in at_once} == {5}
+    assert max(map(len, texts)) > 9
+    assert {max(of_look) for of_look in at_once} == {9}
+
+
+@pytest.mark.vllm
+def test_an_engine_that_computes_all_logits_at_once_is_not_asked_and_says_so_once(make, monkeypatch, caplog):
+    """As the second runner of vLLM does without chunked prefill."""
+    monkeypatch.setattr(engine, "OF_PROMPTS", "_unknown")
+    trainer = make()
+    config = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config
+    monkeypatch.setattr(config, "enable_chunked_prefill", False)
+    assert numbers(trainer) == ([], [])
+    assert ["logits of a whole text at once" in x for x in said_of_pushes(caplog)] == [True]
 
 
 @pytest.mark.parametrize(("prompt", "texts", "tokens"), [(100, 8, 156), (250, 8, 64), (500, 8, 12), (3000, 1, 64)])

@@ -1,15 +1,17 @@
 """A colocated vLLM that scores texts, and that tells what it takes from its cache of prefixes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from typing import Any
 from unittest.mock import patch
 
 
-# Tokens that vLLM reads at once while it scores a text. It computes the logits of all of them, in float32 and twice,
-# and no training step has those of a long completion
+# Tokens whose logits vLLM computes at once while it scores a text, in float32 and twice. No training step has those of a
+# long completion
 AT_ONCE = 64
+# Method of vLLM's first runner with the log-probabilities of prompts; its second one computes them otherwise
+OF_PROMPTS = "_get_prompt_logprobs_dict"
 
 
 def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
@@ -61,12 +63,12 @@ def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float
 
     if generation.enable_sleep_mode:
         generation.llm.wake_up(tags=["kv_cache"])  # TRL woke the weights, and wakes the rest before it generates
-    llm = getattr(generation.llm, "_llm", generation.llm)  # without the recorder of routes
+    llm = getattr(generation.llm, "_llm", generation.llm)
     # vLLM computes a prompt again to return its log-probabilities. The salt keeps later requests from reading this
     # prompt
     prompts = [{"prompt_token_ids": text, "cache_salt": "scored once more"} for text in texts]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    with in_slices(llm):
+    with in_slices(llm) or nullcontext():
         outputs = llm.generate(prompts, sampling_params=params, use_tqdm=False)
     return [
         [places[token].logprob for token, places in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
@@ -74,11 +76,45 @@ def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float
     ]
 
 
-def in_slices(llm: Any) -> AbstractContextManager[Any]:
-    """Context in which a colocated vLLM reads at most `AT_ONCE` tokens in a step, if it may read a prompt in parts."""
-    path = ("llm_engine", "engine_core", "engine_core", "scheduler")
-    scheduler = reduce(lambda part, name: getattr(part, name, None), path, llm)
-    in_a_step = getattr(scheduler, "max_num_scheduled_tokens", 0)
-    if in_a_step <= AT_ONCE or not scheduler.scheduler_config.enable_chunked_prefill:
+def in_slices(llm: Any) -> AbstractContextManager[Any] | None:
+    """
+    Context in which a colocated vLLM computes the logits of at most `AT_ONCE` tokens of a text at once; `None` if it
+    cannot be made to. It then reads at most as many tokens in a step, if it may read a prompt in parts. Otherwise it
+    reads a prompt as a whole, and computes logits in parts.
+    """
+    engine = getattr(llm, "_llm", llm).llm_engine  # without the recorder of routes
+    scheduler = _part(engine, "engine_core", "engine_core", "scheduler")
+    runner = _part(engine, "model_executor", "driver_worker", "model_runner")
+    in_a_step = getattr(scheduler, "max_num_scheduled_tokens", None)
+    if in_a_step is None:
+        return None
+    if in_a_step <= AT_ONCE:
         return nullcontext()
-    return patch.object(scheduler, "max_num_scheduled_tokens", AT_ONCE)
+    if scheduler.scheduler_config.enable_chunked_prefill:
+        return patch.object(scheduler, "max_num_scheduled_tokens", AT_ONCE)
+    method = getattr(runner, OF_PROMPTS, None)
+    return None if method is None else patch.object(runner, OF_PROMPTS, partial(_in_parts, runner, method))
+
+
+def _part(whole: Any, *path: str) -> Any:
+    return reduce(lambda part, name: getattr(part, name, None), path, whole)
+
+
+def _in_parts(
+    runner: Any, method: Callable[..., dict[str, Any]], hidden_states: Any, scheduled: Mapping[str, int]
+) -> dict[str, Any]:
+    """
+    Log-probabilities of prompts from a runner of vLLM, a part of one prompt at a time. `scheduled` gives the number of
+    tokens of each request in this step. A runner that is told of fewer tokens takes them for a part of the prompt.
+    """
+    found: dict[str, Any] = {}
+    for name in [name for name in runner.num_prompt_logprobs if name in scheduled]:
+        request, n = runner.requests[name], scheduled[name]
+        before = request.num_computed_tokens
+        try:
+            for start in range(0, n, AT_ONCE):
+                request.num_computed_tokens = before + start
+                found |= method(hidden_states[start:], {name: min(AT_ONCE, n - start)})
+        finally:
+            request.num_computed_tokens = before
+    return found

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...trainers.metadata import part_of
-from .engine import score_in_process
+from .engine import in_slices, score_in_process
 from .server import replicas_of, score_on_server
 
 
@@ -48,7 +48,7 @@ class ScoringSampler:
         """
         Most tokens of a text that a server should read, because it computes the logits of all of them: 256, or as many
         as it has reserved memory for, one for each request that it serves at the same time. `None` for an engine in
-        the process, which reads slices.
+        the process, which computes them in slices.
         """
         if self.pushes.engine is not None:
             return None
@@ -61,4 +61,6 @@ class ScoringSampler:
             return "a text that is scored once more cannot have images"
         if part_of(self.trainer._engine_config, "speculative_config") is not None:
             return "vLLM's log-probabilities of a prompt are wrong with `speculative_config`"
+        if self.pushes.engine is not None and in_slices(self.pushes.engine.llm) is None:
+            return "vLLM would compute the logits of a whole text at once, which may need more memory than training"
         return ""
