@@ -28,6 +28,7 @@ from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
+from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES, Stage
 from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
 from trl_rollout_corr.tools.dump import folder as dump
@@ -599,6 +600,13 @@ def test_only_values_that_are_not_of_sampled_tokens_are_called_uncorrectable(mak
     assert ratios["raw_logprobs"] > 1.05
     assert "the gap keeps growing" in CAUSES["never_pushed"].remedy
     assert "scores another policy than it should" in CAUSES["padding"].remedy
+
+
+@pytest.mark.parametrize("name", [*OTHER_CAUSES, *CAUSES])
+def test_a_remedy_has_at_most_three_sentences(name):
+    cause = OTHER_CAUSES.get(name) or CAUSES[name]
+    for text in (cause.remedy, cause.otherwise, cause.if_impossible, cause.on_quantised):
+        assert len(re.findall(r"\.(?= [A-Z`]|$)", text)) <= 3
 
 
 def test_a_sampler_that_changes_is_tried_in_a_new_run(tmp_path):

@@ -37,7 +37,6 @@ class Cause(NamedTuple):
 _REFER = "importance weights would refer to a policy that no token was sampled from"
 # Only for values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
-_GROWS = "A correction is valid, but the gap keeps growing: repair the push."
 _RAW = (
     "A correction for another temperature is valid, but equal temperatures need none. Do not correct for "
     f"log-probabilities taken before temperature: the {_REFER}."
@@ -205,24 +204,25 @@ CAUSES: dict[str, Cause] = {
     "never_pushed": Cause(
         "weights that do not arrive in the sampler",
         Test(scored_pushes.never_pushed, 0.4, 0.6),
-        "Trainer and sampler drift apart, whatever the age of the samples. Look at the push: unknown names of "
-        "parameters, an adapter that is not merged, or a server that keeps its cache. "
-        f"{_GROWS} Updates that vLLM's coarser type, FP8 or INT8 rounds away look the same: then compute in one type, "
-        "or correct for it.",
+        "Trainer and sampler drift apart, whatever the age of the samples: a correction is valid, but the gap keeps "
+        "growing. Repair the push: look for unknown names of parameters, an adapter that is not merged, or a server "
+        "that keeps its cache. Updates that vLLM's coarser type, FP8 or INT8 rounds away look the same: then compute "
+        "in one type, or correct for it.",
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
         Test(scored_pushes.adapter_missing, 0.4, 0.6),
-        "The sampler still uses the base model, whatever age is announced. Ask the server for its adapters "
-        "(`/v1/models`), and check that requests name the one that was pushed last. Start it with `--enable-lora`, "
-        f"`--max-loras` two above `max_staleness` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. {_GROWS}",
+        "The sampler still uses the base model, whatever age is announced: a correction is valid, but the gap keeps "
+        "growing. Ask the server for its adapters (`/v1/models`), and check that requests name the one that was pushed "
+        "last. Start it with `--enable-lora`, `--max-loras` two above `max_staleness` and "
+        "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.",
     ),
     "pushed_in_part": Cause(
         "weights that arrive in part, or with a wrong scale",
         Test(scored_pushes.pushed_in_part, 0.4, 0.6),
         "Look for what the engine leaves out: biases, `modules_to_save` and magnitudes (DoRA) of an adapter, a head, "
         "experts; for the scale of an adapter; and for one replica of several. Compare tensors in the engine with the "
-        f"trainer's after a push. {_GROWS}",
+        "trainer's after a push. A correction is valid, but the gap keeps growing: repair the push.",
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
