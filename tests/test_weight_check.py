@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from textwrap import dedent
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ def make(tiny_model_path, tied_model_path, tmp_path, shared_engine):
     [
         *(("grpo", lost) for lost in ("everything", "the head", "one layer", "norms", "keys")),
         *(("grpo", lost) for lost in ("every second push", "every third push")),
+        *(("grpo", lost) for lost in ("half of the keys", "one row of the head")),
         ("rloo", "the head"),  # `test_weight_check_runs.py` has the others
     ],
 )
@@ -53,10 +55,13 @@ def test_what_does_not_arrive_ends_the_run(make, kind, lost):
     assert "set `trainer.rollout_step`" in str(raised.value)
     assert (
         "`lm_head.weight`" in str(raised.value)
-        or lost in ("one layer", "norms", "everything", "keys")
+        or lost in ("one layer", "norms", "everything", "keys", "half of the keys")
         or "push" in lost
     )
-    assert "k_proj" in str(raised.value) or lost != "keys"
+    assert "k_proj" in str(raised.value) or lost not in ("keys", "half of the keys")
+    assert ("holds other values than were sent" in str(raised.value)) == (
+        lost in ("half of the keys", "one row of the head")
+    )
     assert trainer.state.global_step <= 4
 
 
@@ -212,6 +217,61 @@ def test_a_quantised_layer_is_named():
     found = read_weights(model, ["q_proj.weight", "norm.weight"])
     assert found["places"] == {name: [name] for name in ("q_proj.weight", "norm.weight")}
     assert found["quantised"] == ["q_proj.weight"]
+
+
+class Experts(torch.nn.Module):
+    """As vLLM keeps the experts of a layer, and a vocabulary, which it pads."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.randn(4, 6, 8, dtype=dtype), requires_grad=False)
+        self.w2_weight = torch.nn.Parameter(torch.randn(4, 8, 3, dtype=dtype), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("together", [False, True])
+def test_each_expert_and_each_row_of_a_padded_vocabulary_is_looked_at(dtype, together):
+    """One that holds another value is named, by its own name where the checkpoint has one, after two pushes."""
+    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(10, 8, dtype=dtype)})
+    model["embed_tokens"].org_vocab_size = 7
+    model["mlp"] = torch.nn.ModuleDict({"experts": Experts(dtype)})
+    model["norm"] = torch.nn.LayerNorm(8, bias=False, dtype=dtype)
+    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    w13, w2 = model["mlp"]["experts"].w13_weight, model["mlp"]["experts"].w2_weight
+    weights = {"embed_tokens.weight": model["embed_tokens"].weight.data[:7], "norm.weight": model["norm"].weight.data}
+    if together:
+        weights |= {"mlp.experts.gate_up_proj": w13.data, "mlp.experts.down_proj": w2.data}
+    for i in range(0 if together else 4):
+        parts = {"gate_proj": w13.data[i, :3], "up_proj": w13.data[i, 3:], "down_proj": w2.data[i]}
+        weights |= {f"mlp.experts.{i}.{name}.weight": part for name, part in parts.items()}
+    for wrong, row in {name: x.view(-1, x.shape[-1])[-1] for name, x in weights.items()}.items():
+        check = WeightCheck(partial(read_weights, model), torch.nn.Linear(2, 2), lambda: str(dtype).partition(".")[2])
+        for step in range(3):
+            for x in weights.values():
+                x.add_(1.0)
+            [*check.noting([(name, x.clone()) for name, x in weights.items()])]
+            assert check.read([*weights])["values"].keys() == weights.keys()
+            if step == 0:
+                check.judge(step)
+                continue
+            row[0] += 1
+            if step == 1:
+                check.judge(step)
+            else:
+                with pytest.raises(RuntimeError, match=rf"holds other values than were sent for 1 of .*`{wrong}`"):
+                    check.judge(step)
+            row[0] -= 1
+
+
+def test_a_layout_of_its_own_is_never_wrong():
+    """An engine that keeps other values from the first push on, as one that scales or swaps weights."""
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(8, bias=False)})
+    check = WeightCheck(partial(read_weights, model), torch.nn.Linear(2, 2), lambda: "float32")
+    for step in range(5):
+        sent = torch.full((8,), float(step))
+        model["norm"].weight.data = 1 + sent
+        [*check.noting([("norm.weight", sent)])]
+        check.judge(step)
 
 
 def judged(pushes, held, dtype="float32", **judge) -> WeightCheck:

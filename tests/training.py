@@ -365,6 +365,8 @@ LOST: dict[str, Callable[[int, str], bool]] = {
     "one layer": lambda push, name: ".layers.1." in name,
     "norms": lambda push, name: "norm" in name,
     "keys": lambda push, name: "k_proj.weight" in name,  # which vLLM fuses with queries and values
+    "half of the keys": lambda push, name: "k_proj.weight" in name,
+    "one row of the head": lambda push, name: name == "lm_head.weight",
     "experts": lambda push, name: ".experts." in name,
     "one expert": lambda push, name: ".experts." in name,
     "every second push": lambda push, name: push % 2 == 1,
@@ -392,6 +394,9 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
                 holds[name] = weight.detach().clone()
             elif lost == "one expert":  # the experts of a layer are one tensor
                 holds[name] = torch.cat([holds[name][:1], weight.detach()[1:]])
+            elif lost in ("half of the keys", "one row of the head"):  # the rest of the rows arrives
+                n = 1 if "row" in lost else len(weight) // 2
+                holds[name] = torch.cat([weight.detach()[:-n], holds[name][-n:]])
         push(llm, holds.items())
 
     pushes.push = push_some

@@ -4,9 +4,11 @@ engine, which may be a server.
 
 vLLM fuses weights, and packs them for its CPU kernels. So the fingerprint of a tensor in vLLM covers all elements in
 any order, and the fingerprint of a tensor that is sent covers a few columns: if these columns change, the whole tensor
-must.
+must. Where vLLM keeps the layout of a weight, the same columns are read there as well, of all rows: each part of a
+fused tensor, and each expert, must then have the values that were sent.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,13 +29,18 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
     bits = matrix.view(_AS_BITS[x.dtype])
-    rows, columns = (_hash(bits.sum(dim, dtype=torch.int64)) for dim in (1, 0))
-    return rows.sum() + 3 * columns.sum()
+    return _of_bits(bits)
+
+
+def _of_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Fingerprints, `(...,)`, of some matrices, `(..., R, C)`."""
+    rows, columns = (_hash(bits.sum(dim, dtype=torch.int64)) for dim in (-1, -2))
+    return rows.sum(-1) + 3 * columns.sum(-1)
 
 
 def _hash(sums: torch.Tensor) -> torch.Tensor:
-    """Hash of each number and its place: the finaliser of SplitMix64, modulo 2^64."""
-    x = sums + torch.arange(len(sums), device=sums.device) * -7046029254386353131
+    """Hash of each number and its place in the last dimension: the finaliser of SplitMix64, modulo 2^64."""
+    x = sums + torch.arange(sums.shape[-1], device=sums.device) * -7046029254386353131
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
     return x ^ (x >> 31)
@@ -41,10 +48,16 @@ def _hash(sums: torch.Tensor) -> torch.Tensor:
 
 def some_columns(x: torch.Tensor) -> torch.Tensor:
     """
-    A few columns of a matrix or of a layer's experts, or a whole vector. NaN becomes 0, because it comes in many
-    forms.
+    A few columns of a matrix or of a layer's experts, or a whole vector, made [`plain`]. NaN becomes 0, because it comes
+    in many forms.
     """
-    return (_some(x) if x.dim() > 1 else x).nan_to_num(nan=0.0)
+    return plain(_some(x) if x.dim() > 1 else x)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """Numbers without what kernels store in several ways: NaN, -0, and what is too small for some of them."""
+    x = x.nan_to_num(nan=0.0)
+    return torch.where(x.abs() <= torch.finfo(torch.float32).tiny, 0, x)
 
 
 def _some(x: torch.Tensor) -> torch.Tensor:
@@ -72,13 +85,16 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
     `held` maps each tensor of the model to its fingerprints, one for each form in which a layer keeps it, summed over
     `group`, the ranks that share the model. `places` maps each weight to the tensors that hold it, where that is
     certain; `""` means the whole model. A tensor into which vLLM fuses several weights counts as one for each of them,
-    such as `qkv_proj.weight[k_proj]`. `quantised` lists tensors of 8 or 4 bits, and `unreadable` the weights held in
-    another form. All consist of lists and numbers, because a server must send them.
+    such as `qkv_proj.weight[k_proj]`. `values` has the fingerprint of the few columns that are compared of each weight,
+    as they are held; it equals that of the weight only where vLLM keeps its layout. `quantised` lists tensors of 8 or
+    4 bits, and `unreadable` the weights held in another form. All consist of lists and numbers, because a server must
+    send them.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
     fused = getattr(model, "packed_modules_mapping", None) or {}
     of_memory: dict[Any, list[torch.Tensor]] = {}  # tied layers share the memory of their weights
     unreadable, quantised = set(), []
+    some: dict[str, torch.Tensor] = {}
     for prefix, layer in model.named_modules():
         for parameter, x in layer.named_parameters(recurse=False):
             name = f"{prefix}.{parameter}".replace(".base_layer.", ".")
@@ -86,8 +102,10 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
             # in a group each rank holds other columns
             columns = packed_columns(layer) if x.dtype in READABLE and packed and group is None else None
             rows = columns.T if columns is not None else None if packed else x
+            if group is None and rows is not None and rows.dtype in READABLE and rows.numel():
+                some |= _columns_held(layer, name, fused.get(name.split(".")[-2:][0], []), rows)
             if parts := _parts(layer, fused.get(name.split(".")[-2:][0], []), rows):
-                forms_of |= {f"{name}[{part}]": [fingerprint(some)] for part, some in parts.items()}
+                forms_of |= {f"{name}[{part}]": [fingerprint(own)] for part, own in parts.items()}
                 continue
             forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
             if x.dtype in QUANTISED:
@@ -110,7 +128,90 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
         name: place for name, known in in_vllm.items() if (place := _place(known, name, held, parts_of, unreadable))
     }
     missing = [name for name, known in in_vllm.items() if known is not None and name not in places]
-    return {"held": held, "places": places, "quantised": quantised, "unreadable": missing}
+    return {
+        "held": held,
+        "places": places,
+        "values": _values(in_vllm, some),
+        "quantised": quantised,
+        "unreadable": missing,
+    }
+
+
+def _columns_held(layer: Any, name: str, names: list[str], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    A few columns of a tensor: of all rows, of the rows of each weight that is fused into it, and of each expert.
+    """
+    if (known := getattr(layer, "org_vocab_size", None)) and rows.dim() == 2:
+        rows = rows[:known]  # vLLM adds rows to a vocabulary
+    few = _some(rows) if rows.dim() > 1 else rows
+    columns = {name: few, **{f"{name}[{part}]": some for part, some in _parts(layer, names, few).items()}}
+    if few.dim() == 3:  # experts, (E, R, 4)
+        half = few.shape[1] // 2
+        columns |= {f"{name}[:]": few, f"{name}[:0]": few[:, :half], f"{name}[:1]": few[:, half:]}
+    return columns
+
+
+def _values(in_vllm: dict[str, str | None], columns: dict[str, torch.Tensor]) -> dict[str, int]:
+    """
+    Fingerprint of each weight as it is held, by its name in the checkpoint. A weight that is not finite is left out:
+    kernels that pack it spread a NaN.
+    """
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    of_experts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, known in in_vllm.items():
+        key, number = _key_of(known, name, columns)
+        if key is None:
+            continue
+        some = columns[key]
+        if number is None:
+            found[name] = fingerprint(plain(some)), some.isfinite().all()
+            continue
+        if key not in of_experts:
+            bits = plain(some).view(READABLE[some.dtype])
+            of_experts[key] = _of_bits(bits), some.isfinite().flatten(1).all(1)
+        each, finite = of_experts[key]
+        if number < len(each):
+            found[name] = each[number], finite[number]
+    if not found:
+        return {}
+    together = torch.stack([torch.stack([x, finite.long()]) for x, finite in found.values()]).tolist()
+    return {name: x for name, (x, finite) in zip(found, together, strict=True) if finite}
+
+
+# A weight of one expert in a checkpoint: its layer, number and role
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.\w+\.weight")
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(\.weight)?")
+# The tensor of vLLM that holds a role, and its half
+_ROLES = {
+    **dict.fromkeys(("gate_proj", "w1"), ("w13_weight", "[:0]")),
+    **dict.fromkeys(("up_proj", "w3"), ("w13_weight", "[:1]")),
+    **dict.fromkeys(("down_proj", "w2"), ("w2_weight", "[:]")),
+    "gate_up_proj": ("w13_weight", ""),
+}
+
+
+def _key_of(name: str | None, sent: str, columns: dict[str, torch.Tensor]) -> tuple[str | None, int | None]:
+    """
+    The key of the columns of a weight that vLLM calls `name`, and the number of its expert; `None` if unknown, and for
+    a weight of all experts. `sent` is its name in the checkpoint.
+    """
+    if name is None:
+        return None, None
+    own = f"{name}[{_own_name(sent)}]"
+    if own in columns or name in columns:
+        return own if own in columns else name, None
+    one, together = _EXPERT.fullmatch(name), _EXPERTS.fullmatch(name)
+    match = one or together
+    tensor, half = _ROLES.get(_own_name(sent) if one else together[2] if together else "", ("", ""))
+    of_layer = [key for key in columns if match and key.startswith(f"{match[1]}.") and key.endswith(f".{tensor}")]
+    if not tensor or len(of_layer) != 1:
+        return None, None
+    return (of_layer[0] + half, int(one[2])) if one else (of_layer[0], None)
+
+
+def _own_name(sent: str) -> str:
+    """The name of the layer of a weight in a checkpoint, without its path."""
+    return sent.split(".")[-2] if "." in sent else ""
 
 
 def _parts(layer: Any, names: list[str], rows: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...messages import notify
-from .fingerprints import READABLE, fingerprint, some_columns
+from .fingerprints import READABLE, fingerprint, plain, some_columns
 
 
 NEAR = 10  # pushes within which a second failure ends the run, and after which unmoved quantised weights are reported
@@ -25,6 +25,7 @@ class Push(NamedTuple):
     sent: dict[str, int]  # by weight that was sent, in the type of the sampler
     as_sent: dict[str, int]  # the same in its own type
     held: dict[str, list]  # by tensor of the sampler
+    values: dict[str, int]  # by weight that was sent, as the sampler holds it, where that is known
     trained: int  # of all trained parameters
 
 
@@ -36,6 +37,9 @@ class WeightCheck:
     holds it in the sampler must change as well. If not a single bit of the tensor changed, the weight did not arrive,
     because neither options of sampling nor precision can explain that. After two such pushes within ten,
     [`WeightCheck.judge`] raises an error.
+
+    Where the sampler has once held exactly what was sent, a part of a fused tensor or an expert among them, it must hold
+    it after later pushes as well. Otherwise the weight counts as one that did not arrive.
 
     In a tensor that the sampler quantises, an update below a step of its grid changes no bit. So such a tensor never
     counts as a failed push; [`WeightCheck.unmoved`] gives the share of quantised tensors that did not change.
@@ -53,6 +57,7 @@ class WeightCheck:
         self._sent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._before: Push | None = None
         self._pushes = 0
+        self._exact: set[str] = set()  # weights that the sampler has held as they were sent
         self._failed: int | None = None  # number of the last push that did not arrive
         self._still = self._all_unmoved = 0
         self._told_unread = self._told_unreadable = False
@@ -77,7 +82,9 @@ class WeightCheck:
             return
         columns = some_columns(weight.detach())
         # in the type of the sampler, because rounding may remove a change there
-        self._sent[name] = fingerprint(columns.to(self._type)), fingerprint(columns)
+        own = fingerprint(columns)
+        rounded = own if columns.dtype == self._type else fingerprint(plain(columns.to(self._type)))
+        self._sent[name] = rounded, own
 
     def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
         """
@@ -92,18 +99,20 @@ class WeightCheck:
             return
         self._before = now
         self._pushes += 1
+        self._exact |= {name for name in now.values if _is_equal(now, name)}
         if before is None or announced:
             self._failed, self._still = None, 0
             return
         self._judge_trainer(before, now, step)
         self._judge_quantised(before, now, step)
         missing = self._missing(before, now)
-        if not missing:
+        wrong = [name for name in now.values if name in self._exact and not _is_equal(now, name)]
+        if not missing and not wrong:
             return
         again = self._failed is not None and self._pushes - self._failed <= NEAR
         self._failed = self._pushes
         if again:
-            self._tell(missing, step, doubt)
+            self._tell(missing or wrong, step, doubt, stayed=bool(missing))
 
     def _push(self) -> Push | None:
         """Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read."""
@@ -117,7 +126,8 @@ class WeightCheck:
         weights = self._read(list(sent))
         self._places = {} if weights is None else weights["places"]
         self._quantised = set() if weights is None else {*weights.get("quantised", ())}
-        return Push(sent, as_sent, {} if weights is None else weights["held"], self.trained())
+        held, values = ({}, {}) if weights is None else (weights["held"], weights.get("values", {}))
+        return Push(sent, as_sent, held, values, self.trained())
 
     def _read(self, names: list[str]) -> dict | None:
         """Weights that the sampler holds; `None` if it cannot be read, with one warning."""
@@ -204,12 +214,18 @@ class WeightCheck:
                 f"parameters of the trainer have changed. {SEE}"
             )
 
-    def _tell(self, missing: list[str], step: int, doubt: str) -> None:
+    def _tell(self, missing: list[str], step: int, doubt: str, *, stayed: bool) -> None:
         listed = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        seen = (
+            f"the tensors of vLLM did not change in a single bit for {len(missing)} of the weights that were sent with "
+            "new values"
+            if stayed
+            else f"vLLM holds other values than were sent for {len(missing)} of the weights, which it held as they were "
+            "sent after an earlier push"
+        )
         message = (
             f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one "
-            f"after optimizer step {step}, reported success, but the tensors of vLLM did not change in a single bit "
-            f"for {len(missing)} of the weights that were sent with new values ({listed}). Update vLLM, or change "
+            f"after optimizer step {step}, reported success, but {seen} ({listed}). Update vLLM, or change "
             "`vllm_mode`, the device or the type of weights; or, if the sampler should have older weights, set "
             "`trainer.rollout_step` to their optimizer step whenever they are pushed (`trl-rollout-corr docs "
             "debugging#weights-do-not-arrive`)."
@@ -218,6 +234,11 @@ class WeightCheck:
         if not doubt:
             raise RuntimeError(message)
         notify(f"{doubt} {message}")
+
+
+def _is_equal(push: Push, name: str) -> bool:
+    """True if the sampler holds a weight as it was sent, in its own type or in the sampler's."""
+    return push.values[name] in (push.sent.get(name), push.as_sent.get(name))
 
 
 def _stayed(before: list | None, now: list) -> bool:
