@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from textwrap import dedent
@@ -236,6 +237,8 @@ def test_each_expert_and_each_row_of_a_padded_vocabulary_is_looked_at(dtype, tog
     model["embed_tokens"].org_vocab_size = 7
     model["mlp"] = torch.nn.ModuleDict({"experts": Experts(dtype)})
     model["norm"] = torch.nn.LayerNorm(8, bias=False, dtype=dtype)
+    for p in model.parameters():
+        p.data.copy_(torch.arange(p.numel()).view(p.shape))  # exact in bfloat16
     model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     w13, w2 = model["mlp"]["experts"].w13_weight, model["mlp"]["experts"].w2_weight
     weights = {"embed_tokens.weight": model["embed_tokens"].weight.data[:7], "norm.weight": model["norm"].weight.data}
@@ -272,6 +275,34 @@ def test_a_layout_of_its_own_is_never_wrong():
         model["norm"].weight.data = 1 + sent
         [*check.noting([("norm.weight", sent)])]
         check.judge(step)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_constant_does_not_show_that_a_layout_is_kept(swapped):
+    """A bias of zeros, and a norm of ones, which an engine keeps in another type or order."""
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(32, bias=False)})
+    check = WeightCheck(
+        partial(read_weights, model), torch.nn.Linear(2, 2), lambda: "float32" if swapped else "bfloat16"
+    )
+    for step in range(5):
+        sent = torch.ones(32) if swapped else torch.zeros(32, dtype=torch.bfloat16)
+        if step > 1:
+            sent += step * torch.arange(32)
+        model["norm"].weight.data = sent.flip(0).float() if swapped else sent.float()
+        [*check.noting([("norm.weight", sent)])]
+        check.judge(step)
+
+
+def test_a_constant_that_was_right_twice_must_stay_right():
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(32, bias=False)})
+    check = WeightCheck(partial(read_weights, model), torch.nn.Linear(2, 2), lambda: "float32")
+    for step in range(4):
+        sent = torch.full((32,), 1.0 + step)
+        model["norm"].weight.data = sent + (torch.arange(32) == 3) * (step > 1)
+        [*check.noting([("norm.weight", sent)])]
+        wrong = pytest.raises(RuntimeError, match="holds other values than were sent")
+        with wrong if step == 3 else nullcontext():
+            check.judge(step)
 
 
 def judged(pushes, held, dtype="float32", **judge) -> WeightCheck:

@@ -26,6 +26,7 @@ class Push(NamedTuple):
     as_sent: dict[str, int]  # the same in its own type
     held: dict[str, list]  # by tensor of the sampler
     values: dict[str, int]  # by weight that was sent, as the sampler holds it, where that is known
+    varied: set[str]  # weights that were sent and are no constant
     trained: int  # of all trained parameters
 
 
@@ -38,8 +39,8 @@ class WeightCheck:
     because neither options of sampling nor precision can explain that. After two such pushes within ten,
     [`WeightCheck.judge`] raises an error.
 
-    Where the sampler has once held exactly what was sent, a part of a fused tensor or an expert among them, it must hold
-    it after later pushes as well. Otherwise the weight counts as one that did not arrive.
+    Where the sampler has held exactly what was sent, and that was no constant, a part of a fused tensor or an expert
+    among them, it must hold it after later pushes as well. Otherwise the weight counts as one that did not arrive.
 
     In a tensor that the sampler quantises, an update below a step of its grid changes no bit. So such a tensor never
     counts as a failed push; [`WeightCheck.unmoved`] gives the share of quantised tensors that did not change.
@@ -54,10 +55,10 @@ class WeightCheck:
         self.read, self.model = read, model
         self.dtype = dtype
         self.done = False
-        self._sent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sent: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._before: Push | None = None
         self._pushes = 0
-        self._exact: set[str] = set()  # weights that the sampler has held as they were sent
+        self._exact: set[str] = set()  # weights that the sampler keeps as they are sent
         self._failed: int | None = None  # number of the last push that did not arrive
         self._still = self._all_unmoved = 0
         self._told_unread = self._told_unreadable = False
@@ -84,7 +85,7 @@ class WeightCheck:
         # in the type of the sampler, because rounding may remove a change there
         own = fingerprint(columns)
         rounded = own if columns.dtype == self._type else fingerprint(plain(columns.to(self._type)))
-        self._sent[name] = rounded, own
+        self._sent[name] = rounded, own, _varies(columns)
 
     def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
         """
@@ -99,7 +100,7 @@ class WeightCheck:
             return
         self._before = now
         self._pushes += 1
-        self._exact |= {name for name in now.values if _is_equal(now, name)}
+        self._exact |= {name for name in now.values if _is_kept(name, before, now)}
         if before is None or announced:
             self._failed, self._still = None, 0
             return
@@ -118,7 +119,7 @@ class WeightCheck:
         """Fingerprints of the last push; `None` if nothing was sent, or the sampler cannot be read."""
         if self.done or not self._sent:
             return None
-        sent, as_sent = (
+        sent, as_sent, varied = (
             dict(zip(self._sent, torch.stack(column).tolist(), strict=True))
             for column in zip(*self._sent.values(), strict=True)
         )
@@ -127,7 +128,7 @@ class WeightCheck:
         self._places = {} if weights is None else weights["places"]
         self._quantised = set() if weights is None else {*weights.get("quantised", ())}
         held, values = ({}, {}) if weights is None else (weights["held"], weights.get("values", {}))
-        return Push(sent, as_sent, held, values, self.trained())
+        return Push(sent, as_sent, held, values, {name for name, x in varied.items() if x}, self.trained())
 
     def _read(self, names: list[str]) -> dict | None:
         """Weights that the sampler holds; `None` if it cannot be read, with one warning."""
@@ -234,6 +235,25 @@ class WeightCheck:
         if not doubt:
             raise RuntimeError(message)
         notify(f"{doubt} {message}")
+
+
+def _varies(x: torch.Tensor) -> torch.Tensor:
+    """Whether, `()`, nearly all neighbours differ, so that no other layout or type has the same fingerprint."""
+    flat = x.reshape(-1)
+    return 10 * (flat[1:] != flat[:-1]).sum() > 9 * max(len(flat) - 1, 4)
+
+
+def _is_kept(name: str, before: Push | None, now: Push) -> bool:
+    """
+    True if the sampler holds a weight as it was sent, and that is no coincidence. A constant, such as a bias of zeros,
+    is the same in each layout and type, so it must have been equal with another value as well.
+    """
+    if not _is_equal(now, name):
+        return False
+    if name in now.varied:
+        return True
+    seen = before is not None and name in before.values and _is_equal(before, name)
+    return before is not None and seen and before.as_sent[name] != now.as_sent[name]
 
 
 def _is_equal(push: Push, name: str) -> bool:
