@@ -5,8 +5,8 @@ Long answers with a fresh vLLM in bfloat16: is TRL's default correction enough t
     python benchmarks/long_answers.py --arms trl auto --seeds 0 --folder outputs/long    # two runs of the tutorial
 
 A small model writes 512 tokens for each prompt. Its reward is the share of digits that are one larger than the digit before.
-The start is a model of random weights, so that nothing has to be taught first. The runs of `auto` before E6 were trained with
-its former rule, before it measured what rounding does.
+The start is a model of random weights, so that nothing has to be taught first. The runs of `auto` before E6 and in E6 were
+trained with its former rules.
 """
 
 import functools

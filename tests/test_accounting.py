@@ -144,7 +144,7 @@ def test_a_dump_of_advantages_per_token_gives_the_correction_of_the_run(make, fi
     losses(with_two_signs(trainer, first))
     sequences = open_dump(folder).sequences
     every = np.ones(len(sequences), bool)
-    batch = batch_of(sequences, every, as_dumped=True)
+    batch = batch_of(sequences, every)
     again = _correct(batch, trainer._settings)
     for block, correction in zip(batch.blocks, again, strict=True):
         torch.testing.assert_close(correction.coefficients * block.mask, block.coefficients, rtol=1e-5, atol=1e-6)

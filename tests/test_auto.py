@@ -1,6 +1,6 @@
 """
-The preset `auto`: little where policies differ by rounding, a trust region where they part, weights up to 3, and nothing for
-tokens that the trainer finds absurd.
+The preset `auto`: little where policies differ by rounding, a trust region where they part, weights up to 1, and nothing for
+tokens that the trainer finds absurd. Here the age is unknown, so that weights are old; `test_fresh.py` has new ones.
 """
 
 import math
@@ -31,7 +31,7 @@ def test_rounding_is_left_alone_at_every_length(length, spread):
     assert found.keep.all()
     assert (found.coefficients[advantages > 0] == 1).all()
     bad = advantages < 0
-    torch.testing.assert_close(found.coefficients[bad], (train_logps - rollout)[bad].exp())
+    torch.testing.assert_close(found.coefficients[bad], (train_logps - rollout)[bad].exp().clamp(max=1.0))
 
 
 def test_tokens_are_not_pushed_further_but_pushed_back():
@@ -42,10 +42,10 @@ def test_tokens_are_not_pushed_further_but_pushed_back():
 
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("sure", [0.95, 0.3, 0.02])
-def test_broken_tokens_weigh_at_most_three_times_as_much(sure, sign):
+def test_broken_tokens_weigh_no_more_than_others(sure, sign):
     rollout, train_logps = torch.tensor([[-6.0, math.log(0.95)]]), torch.tensor([[sure, 0.95]]).log()
     for pair in ((train_logps, rollout), (rollout, train_logps)):
-        assert correct(*pair, torch.tensor([sign])).coefficients.max() <= (1.0 if sign > 0 else 3.0)
+        assert correct(*pair, torch.tensor([sign])).coefficients.max() <= 1.0
 
 
 @pytest.mark.filterwarnings("ignore:`bypass_mode` with")
@@ -65,9 +65,9 @@ def test_a_good_token_that_has_become_unlikely_is_brought_back_in_full(ratio):
     assert correct(rollout + math.log(ratio), rollout, torch.tensor([1.0])).coefficients.item() == 1.0
 
 
-@pytest.mark.parametrize(("likely", "weight"), [(0.02, 2.0), (0.6, 3.0)])
-def test_what_was_bad_and_has_become_likely_is_taken_back(likely, weight):
-    rollout, train_logps = torch.tensor([[0.01]]).log(), torch.tensor([[likely]]).log()
+@pytest.mark.parametrize(("now", "weight"), [(0.3, 0.6), (0.45, 0.9), (0.55, 1.0), (0.9, 1.0)])
+def test_a_bad_token_is_pushed_down_less_the_unlikelier_it_has_become(now, weight):
+    rollout, train_logps = torch.tensor([[0.5]]).log(), torch.tensor([[now]]).log()
     assert correct(train_logps, rollout, torch.tensor([-1.0])).coefficients.item() == pytest.approx(weight)
 
 

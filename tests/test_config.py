@@ -65,7 +65,7 @@ def other_values(name, preset):
         "rollout_is_clamp": [{"rollout_is_clamp": not value, "rollout_is_threshold": [0.25, 4.0]}],
         "rollout_rs": [{"rollout_rs": ["turn_max_k2"], "rollout_rs_threshold": [0.7]}, {"rollout_rs": None}],
         "rollout_rs_threshold": [{"rollout_rs_threshold": bounds_of(preset["rollout_rs"] or ["token_k1"])}],
-        "rollout_allow_rounding": [{"rollout_allow_rounding": not value}],
+        "rollout_is_stale_only": [{"rollout_is_stale_only": not value}],
         "bypass_mode": [{"bypass_mode": not value}],
         "rollout_loss_type": [{"rollout_loss_type": "reinforce" if value == "ppo_clip" else "ppo_clip"}],
     }[name]
@@ -595,7 +595,7 @@ EXPECTED_PRESETS = {
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
     "bypass_flash_reinforce": ("token", 20.0, ["seq_mean_binary_kl"], [0.003], "reinforce"),
     "trl": ("sequence", [0.0, 3.0], None, None, False),
-    "auto": ("token", [[0.0, 3.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
+    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
 }
 
 
@@ -635,9 +635,9 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         ),
         (
             {"rollout_correction": "auto"},
-            "auto: token importance weights, at most 3 for negative advantages and exactly 1 for positive ones, except for "
-            "rounding. Tokens are rejected if they left a trust region of 0.2 beyond rounding (token_tv), or if their ratio "
-            "is below 0.001 (token_k1).",
+            "auto: token importance weights where vLLM's weights are old, at most 1 for negative advantages and exactly 1 for "
+            "positive ones. Tokens are rejected if they left a trust region of 0.2 (token_tv), or if their ratio is below "
+            "0.001 (token_k1).",
         ),
         (
             {"rollout_is": "token"},

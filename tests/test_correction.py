@@ -15,7 +15,6 @@ from tests import reference
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction import functional
 from trl_rollout_corr.correction.groups import add_up_groups
-from trl_rollout_corr.correction.rounding import measure_rounding
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS, OF_PROBABILITIES
 
@@ -648,20 +647,19 @@ def peak_of(compute, folder):
 @pytest.mark.filterwarnings("ignore::trl_rollout_corr.messages.SettingWarning")
 def test_rows_of_many_tokens_need_the_memory_of_few_tensors(fields, block, monkeypatch, tmp_path):
     """
-    Correction, metrics, groups and the measure of rounding take rows in blocks, so that they need at most 20 tensors of a
-    block beside what they return, however many rows there are.
+    Correction, metrics and groups take rows in blocks, so that they need at most 20 tensors of a block beside what they
+    return, however many rows there are.
     """
     monkeypatch.setattr(functional, "_BLOCK_ON_CPU", block)
     torch.manual_seed(0)
     rollout = -3 * torch.rand(LONG)
     train, mask, advantages = rollout + 0.05 * torch.randn(LONG), torch.ones(LONG), torch.randn(len(rollout))
     settings = RolloutCorrectionConfig(**fields).settings
-    rounding = torch.tensor([0.1, 0.1])
 
     def computed():
-        found = compute_rollout_correction(train, rollout, mask, settings, advantages=advantages, rounding=rounding)
+        found = compute_rollout_correction(train, rollout, mask, settings, advantages=advantages, fresh=advantages > 0)
         groups = add_up_groups(found.valid, found.keep, found.coefficients, advantages, advantages)
-        return found, groups, measure_rounding(train, rollout, mask, advantages > 0)
+        return found, groups
 
     peak, _ = peak_of(computed, tmp_path)
     one = 4 * block

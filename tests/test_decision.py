@@ -124,7 +124,7 @@ def test_a_part_of_the_correction_is_not_the_correction():
         {"rollout_rs": None},
         {"rollout_is": None},
         {"rollout_is_threshold": 2.0},
-        {"rollout_allow_rounding": False},
+        {"rollout_is_stale_only": False},
         {"rollout_metrics_only": True},
         {"bypass_mode": True, "rollout_loss_type": "reinforce"},
     ):

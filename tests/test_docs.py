@@ -14,9 +14,15 @@ from docs.tables import made
 from tests.reference import threshold_of
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.correction.age import Staleness, count_ages, count_completions, engine_gap, update_gap
+from trl_rollout_corr.correction.age import (
+    Staleness,
+    count_ages,
+    count_completions,
+    count_stale,
+    engine_gap,
+    update_gap,
+)
 from trl_rollout_corr.correction.groups import add_up_groups
-from trl_rollout_corr.correction.rounding import RoundingInUse
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
 from trl_rollout_corr.tools.arrival.push_checks import Unmoved
@@ -140,9 +146,8 @@ def accounted_keys() -> set[str]:
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(3, 2), torch.zeros(3, 2), keep) | engine_gap(statistics)
-    segments |= count_ages(torch.ones(2)) | count_completions(keep, 1)
-    rounding = RoundingInUse.used(torch.ones(2)).finish()
-    return {*groups.finish(), *Staleness.of(segments).finish(), *Flips.count(keep, keep).finish(), *rounding}
+    segments |= count_ages(torch.ones(2)) | count_stale(torch.ones(3), keep) | count_completions(keep, 1)
+    return {*groups.finish(), *Staleness.of(segments).finish(), *Flips.count(keep, keep).finish()}
 
 
 def test_every_metric_is_documented_and_every_documented_metric_is_reported():

@@ -534,7 +534,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
-    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"7"
+    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"8"
 
 
 def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
@@ -616,15 +616,16 @@ def in_version(path, version, *lacking, **settings):
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-_OF_7 = ["advantages"]
-_OF_6 = ["rounding_tv", "rounding_log_ratio", *_OF_7]
+_OF_8 = ["fresh"]
+_OF_7 = ["advantages", *_OF_8]
 LATER = {
+    7: _OF_8,
     6: _OF_7,
-    5: _OF_6,
-    4: _OF_6,
-    3: _OF_6,
-    2: [*_OF_6, "turn_ids"],
-    1: [*_OF_6, "turn_ids", "prompt_ids", "padding", "again_logps"],
+    5: _OF_7,
+    4: _OF_7,
+    3: _OF_7,
+    2: [*_OF_7, "turn_ids"],
+    1: [*_OF_7, "turn_ids", "prompt_ids", "padding", "again_logps"],
 }
 
 
@@ -654,12 +655,12 @@ def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):
     assert np.isnan(sequences.again_logps[sequences.step[sequences.row] == 1]).all()
 
 
-@pytest.mark.parametrize("version", ["8", "0", "x"])
+@pytest.mark.parametrize("version", ["9", "0", "x"])
 def test_versions_of_later_releases_are_refused_with_a_remedy(tmp_path, version):
     (path,) = dump.files_of(make_dump(tmp_path, steps=1))
     in_version(path, version)
     with pytest.raises(
-        ValueError, match=rf"is in version {version} of .* reads versions 1 to 7. Read it with the release"
+        ValueError, match=rf"is in version {version} of .* reads versions 1 to 8. Read it with the release"
     ):
         read_dump(tmp_path)
     in_version(path, 4, "reward")

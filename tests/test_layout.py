@@ -37,7 +37,6 @@ CORE = {
         "metrics",
         "groups",
         "age",
-        "rounding",
         "compute",
     ],  # so far without numpy and TRL
     "trainers": [
@@ -59,7 +58,7 @@ CORE = {
         "vllm_engine",
         "reloading",
         "pushes",
-        "rounding_notice",
+        "age_notice",
         "batches",
         "mixin",
         "grpo",

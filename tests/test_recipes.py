@@ -83,13 +83,13 @@ def test_recipes_parse_without_a_warning(recipe, tmp_path):
 
 
 # Recipes of verl with thousands of tokens and weights of completions, which the configuration warns of
-ABOUT_LENGTH = pytest.mark.filterwarnings("ignore:Completions may get")
+ABOUT_LENGTH = pytest.mark.filterwarnings("ignore:.*one weight, the product of its tokens")
 
 
 @ABOUT_LENGTH
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_for_stale_weights_says_so(recipe, tmp_path):
-    """What compares with vLLM at each step, without knowing what rounding explains, is for stale weights."""
+    """What compares with vLLM at each step, however new its weights are, is for stale weights."""
     _, args, _ = parse(recipe, *on_a_cpu(tmp_path))
     header = text(recipe).split("output_dir:")[0]
     assert ("# It is for stale weights" in header) == (args.settings.bypass_mode and args.settings.changes_loss)

@@ -230,8 +230,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_push_that_does_not_arrive_as_it_is_raises_the_alarm(make, fault, caplog):
     begin, fields = FAULTS[fault]
-    # without what rounding changes in the loss, which would take the policy elsewhere
-    trainer = make(build=monitored, **{"max_steps": 5, "rollout_allow_rounding": False, **fields})
+    trainer = make(build=monitored, **{"max_steps": 5, **fields})
     with begin():
         fresh, age = numbers(trainer)
     assert len(fresh) == 3

@@ -274,7 +274,9 @@ def test_dropout_is_warned_about_by_name(make, tmp_path):
 
     model = load_model(build_tiny_model(tmp_path / "model"))
     model.config.attention_dropout = 0.1
-    with pytest.warns(UserWarning, match=r"Dropout is on .*in attention \(0\.1\).*'attention_dropout': 0\.0"):
+    with pytest.warns(
+        UserWarning, match=r"Dropout is on .*in attention \(0\.1\).*`attention_dropout=0\.0` where you load"
+    ):
         make(model=model)
     lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)
     with pytest.warns(UserWarning, match=r"of the LoRA adapter among them.*disable_dropout=True"):

@@ -9,7 +9,6 @@ from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.tools.analysis.recompute import policy_factor
 
 
-MOST = 0.99  # quantile that stands for what rounding alone does, as in `correction/rounding.py`
 BATCH = 256  # completions of a batch, whose noise is part of the error
 CLIP = (0.8, 1.2)
 
@@ -43,32 +42,16 @@ def log_ratio(problem: Problem, table: torch.Tensor) -> torch.Tensor:
     return problem.logps(problem.logits.log_softmax(-1)) - problem.logps(table)
 
 
-def rounding_of(problem: Problem, table: torch.Tensor) -> torch.Tensor:
-    """`(2,)`: what a trainer measures as rounding if a sampler `(T, V, V)` announces its own weights, by counting."""
-    mass = probabilities(problem, table)
-    drawn = mass > 0
-    p, q = problem.logps(problem.logits.log_softmax(-1))[drawn], problem.logps(table)[drawn]
-    of_token = mass[drawn].unsqueeze(1).expand_as(p).flatten()
-    found = []
-    for sizes in ((p.exp() - q.exp()).abs().flatten(), (p - q).abs().flatten()):
-        ordered = sizes.sort()
-        up_to = of_token[ordered.indices].cumsum(0)
-        found.append(ordered.values[(up_to < MOST * up_to[-1]).sum().clamp(max=len(sizes) - 1)])
-    return torch.stack(found)
-
-
-def error_of(
-    problem: Problem, table: torch.Tensor, config: RolloutCorrectionConfig, rounding: torch.Tensor | None = None
-) -> Error:
+def error_of(problem: Problem, table: torch.Tensor, config: RolloutCorrectionConfig, *, fresh: bool = False) -> Error:
     """
     Error of the gradient that a configuration makes of the completions of a sampler `(T, V, V)`, at their first visit.
-    `rounding` is that of [`rounding_of`], or `None` if the sampler announces old weights.
+    A `fresh` sampler announces the trainer's own weights.
     """
     mass = probabilities(problem, table)
     drawn = mass > 0  # the others never enter a batch
     mass, some = mass[drawn], Problem(problem.logits, problem.rewards[drawn], problem.completions[drawn])
     advantages = some.rewards - (mass * some.rewards).sum()  # the baseline is the sampler's: nothing else is at hand
-    factor = coefficients(some, table, advantages, config, rounding) * advantages.unsqueeze(1)
+    factor = coefficients(some, table, advantages, config, fresh) * advantages.unsqueeze(1)
     expected, true = mean_gradient(some, mass, factor), true_gradient(problem)
     length, square = true.norm(), expected.square().sum()
     variance = (mean_square(some, mass, factor) - square).clamp(min=0)  # of the gradient of one completion
@@ -82,13 +65,18 @@ def coefficients(
     table: torch.Tensor,
     advantages: torch.Tensor,
     config: RolloutCorrectionConfig,
-    rounding: torch.Tensor | None,
+    fresh: bool,
 ) -> torch.Tensor:
     """Factor on the gradient of each token, of shape `(N, T)`. No preset has one that depends on the rest of a batch."""
     train_logps, rollout_logps = problem.logps(problem.logits.log_softmax(-1)), problem.logps(table)
     everywhere = torch.ones_like(train_logps)
     found = compute_rollout_correction(
-        train_logps, rollout_logps, everywhere, config, advantages=advantages, rounding=rounding
+        train_logps,
+        rollout_logps,
+        everywhere,
+        config,
+        advantages=advantages,
+        fresh=torch.full((len(everywhere),), fresh),
     )
     return policy_factor(
         found.coefficients, train_logps - rollout_logps, advantages.unsqueeze(1), config.settings, CLIP

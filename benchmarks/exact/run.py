@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from errors import error_of, rounding_of, spread_of_the_gap
+from errors import error_of, spread_of_the_gap
 from policies import KINDS, make_problem
 from tables import markdown
 
@@ -29,7 +29,7 @@ from trl_rollout_corr.settings.presets import PRESETS
 
 FOLDER = Path(__file__).parent
 SPACES = {2: 6, 4: 6, 6: 6, 9: 3, 14: 2}  # tokens of a completion: size of the vocabulary
-FORMER = "auto without rounding"
+OLD = "auto with old weights"
 AGE = "staleness"  # the kind whose sampler announces old weights; the others announce the trainer's own
 STRENGTHS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)
 BINS = (0.0, 0.01, 0.03, 0.1, 0.3)  # of `s`, by their lower ends
@@ -46,9 +46,9 @@ def measure(configs: dict[str, RolloutCorrectionConfig], seeds: int, spaces: dic
             for kind, perturbation in KINDS.items():
                 for strength in STRENGTHS:
                     table = perturbation(problem, strength, seed)
-                    rounding = None if kind == AGE else rounding_of(problem, table)
                     errors = {
-                        name: asdict(error_of(problem, table, config, rounding)) for name, config in configs.items()
+                        name: asdict(error_of(problem, table, config, fresh=kind != AGE))
+                        for name, config in configs.items()
                     }
                     rows.append({"s": spread_of_the_gap(problem, table), "errors": errors})
     return rows
@@ -114,8 +114,8 @@ def main():
 
     torch.set_num_threads(1)
     configs = {name: RolloutCorrectionConfig(rollout_correction=name) for name in PRESETS}
-    # What `auto` was before it measured rounding
-    configs[FORMER] = RolloutCorrectionConfig(rollout_correction="auto", rollout_allow_rounding=False)
+    # What `auto` is if no sampler announces its age
+    configs[OLD] = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_stale_only=False)
     groups = same(measure(configs, 1, {length: SPACES[length] for length in (2, 4)}))
     chosen = {name: configs[name] for name in groups}
     results = summary(measure(chosen, args.seeds, {length: SPACES[length] for length in args.lengths}))

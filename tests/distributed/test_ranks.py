@@ -168,7 +168,7 @@ def exactness_cases(ranks: int, folder: Path) -> dict[str, dict]:
             "rollout_is": "token",
             "sampler": {"noise": 3.0, "break_on_rank": 0 if ranks == 1 else None},
         },
-        "rounding": {
+        "auto": {
             **{name: value for name, value in common.items() if name not in FEW},
             "rollout_correction": "auto",
             "sampler": {"noise": 0.3, "announce": True},
@@ -237,15 +237,15 @@ def test_metrics_of_several_ranks_are_those_of_one(one_rank, several, case, mode
 
 
 @several_ranks
-def test_all_ranks_use_one_number_for_what_rounding_does(one_rank, several, ranks):
-    keys = [f"{PREFIX}rounding_tv", f"{PREFIX}rounding_log_ratio"]
+def test_fresh_completions_are_counted_over_all_ranks(one_rank, several):
+    keys = [f"{PREFIX}{name}" for name in ("stale_fraction", "rollout_is_mean", "rollout_rs_masked_fraction")]
 
     def used(result: dict) -> list[float]:
-        return [report[key] for report in reports(result, PREFIX)[1:] for key in keys]  # the first step cannot wait
+        return [report[key] for report in reports(result, PREFIX) for key in keys]
 
-    expected = used(one_rank["rounding"][0])
-    assert min(expected) > 0.01
-    for rank in several["rounding"]:
+    expected = used(one_rank["auto"][0])
+    assert expected[:2] == [0.0, 1.0]
+    for rank in several["auto"]:
         assert used(rank) == pytest.approx(expected, rel=2e-5)
 
 
@@ -308,7 +308,7 @@ def test_collectives_are_one_per_log_or_watched_step_and_those_of_normalisation(
         "measured": logs,
         "watched": 1 + steps,
         "corrected": logs,
-        "auto": logs + 2 + steps - 1,  # what rounding does: each micro-batch of the first step, then once a step
+        "auto": logs,
         "bypass": logs,
         "normalised": logs + generations,
         "normalised in bypass": logs + micro_batches,

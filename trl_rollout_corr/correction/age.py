@@ -29,6 +29,7 @@ class Staleness(SegmentedSums):
         "engine": tuple(f"engine/{name}" for name in _GAP),
         "update": ("update/tokens", "update/k3"),
         "age": ("age/rows", "age/sum"),
+        "weights": ("weights/rows", "weights/older"),
         "completions": ("trained", "stale_dropped"),
     }
     MAXIMA: ClassVar[tuple[str, ...]] = ("age/largest",)
@@ -43,6 +44,8 @@ class Staleness(SegmentedSums):
         if rows := s["age/rows"]:
             metrics["staleness_mean"] = s["age/sum"] / rows
             metrics["staleness_max"] = s["age/largest"]
+        if rows := s["weights/rows"]:
+            metrics["stale_fraction"] = s["weights/older"] / rows
         if rows := s["trained"] + s["stale_dropped"]:
             metrics["stale_dropped/fraction"] = s["stale_dropped"] / rows
         return metrics
@@ -73,6 +76,16 @@ def count_ages(ages: torch.Tensor) -> Segments:
     ages = ages.to(accumulation_dtype(ages.device))
     number_and_sum = torch.stack([ages.isfinite().sum(dtype=ages.dtype), ages.nan_to_num(0.0).sum()])
     return {"age": number_and_sum, "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
+
+
+def count_stale(fresh: torch.Tensor, mask: torch.Tensor) -> Segments:
+    """
+    Number of completions with a token in the mask, `(B, T)`, and of those of them that are not `fresh`, `(B,)`, for
+    [`Staleness.of`].
+    """
+    rows = (mask != 0).any(1)
+    counts = torch.stack([rows, rows & ~fresh.bool()])
+    return {"weights": counts.sum(1, dtype=accumulation_dtype(mask.device))}
 
 
 def count_completions(mask: torch.Tensor, n_dropped: int) -> Segments:

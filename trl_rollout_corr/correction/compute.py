@@ -51,8 +51,6 @@ class RolloutCorrection:
             reads it.
         statistics ([`~trl_rollout_corr.correction.metrics.Statistics`]):
             Sums that the metrics are computed from.
-        rounding (`torch.Tensor` of shape `(2,)` or `(B, 2)`, or `None`):
-            What rounding does to a probability and to a log-ratio, by which bounds were widened.
     """
 
     weights: torch.Tensor | None
@@ -62,7 +60,6 @@ class RolloutCorrection:
     applies_weights: bool
     log_ratio: torch.Tensor | None
     statistics: Statistics
-    rounding: torch.Tensor | None = None
 
     @property
     def coefficients(self) -> torch.Tensor:
@@ -117,7 +114,7 @@ def compute_rollout_correction(
     *,
     advantages: torch.Tensor | None = None,
     turn_ids: torch.Tensor | None = None,
-    rounding: torch.Tensor | None = None,
+    fresh: torch.Tensor | None = None,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RolloutCorrection:
     """
@@ -138,9 +135,9 @@ def compute_rollout_correction(
         turn_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
             Turn of each token, for weights and criteria per turn: numbers of 0 or more that never decrease. By default
             a turn is a run of tokens of the mask.
-        rounding (`torch.Tensor` of shape `(2,)` or `(B, 2)`, *optional*):
-            What rounding alone does to a probability, and to a log-ratio in nats, for all completions or for each, see
-            [`~trl_rollout_corr.correction.rounding.Rounding`]. It is read with `rollout_allow_rounding` only.
+        fresh (`torch.Tensor` of shape `(B,)`, *optional*):
+            True for completions that were sampled with the weights of the training policy. With
+            `rollout_is_stale_only` their ratio counts as 1. By default no completion counts as fresh.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`, *optional*):
             Sums a tensor over all ranks. It is called once, with a tensor of shape `(4,)`, and only if
             `rollout_is_batch_normalize` or `rollout_rs_renormalize` needs the whole batch. By default the batch at
@@ -167,8 +164,9 @@ def compute_rollout_correction(
     """
     settings = config if isinstance(config, Settings) else config.settings
     _check_shapes(train_logps, rollout_logps, mask, turn_ids)
+    if fresh is not None and fresh.shape != mask.shape[:1]:
+        raise ValueError(f"`fresh` must have the shape {tuple(mask.shape[:1])}, got {tuple(fresh.shape)}.")
     direction = _direction(advantages, mask, settings)
-    rounding = rounding if settings.rollout_allow_rounding else None
     blocks = (
         _correct_rows(
             _tokens(
@@ -180,11 +178,11 @@ def compute_rollout_correction(
             ),
             settings,
             None if direction is None else direction[rows],
-            rounding if rounding is None or rounding.dim() == 1 else rounding[rows],
+            None if fresh is None else fresh[rows].unsqueeze(1),
         )
         for rows in row_blocks(mask)
     )
-    corrected = replace(_joined(blocks, mask.shape), rounding=rounding)
+    corrected = _joined(blocks, mask.shape)
     weights, statistics = corrected.weights, corrected.statistics
     if settings.rollout_nan_policy == "raise":
         _check_finite(statistics)
@@ -268,17 +266,18 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Se
 
 
 def _correct_rows(
-    tokens: Tokens, settings: Settings, direction: torch.Tensor | None, rounding: torch.Tensor | None
+    tokens: Tokens, settings: Settings, direction: torch.Tensor | None, fresh: torch.Tensor | None
 ) -> RolloutCorrection:
     """Correction of some rows, before batch normalisation."""
-    of_probability, of_log_ratio = (None, None) if rounding is None else rounding.unsqueeze(-1).unbind(-2)
-    rejections = [(criterion, reject(tokens, criterion, direction, of_probability)) for criterion in settings.criteria]
+    rejections = [(criterion, reject(tokens, criterion, direction)) for criterion in settings.criteria]
     keep = _keep(tokens, [rejection for _, rejection in rejections])
     weights = weighed = None
     if (bounding := settings.bounding) is not None:
         ratio = importance_ratio(tokens, level=bounding.level)
-        lower, upper = bounds_by_sign(bounding, direction, ratio.dtype, of_log_ratio)
+        lower, upper = bounds_by_sign(bounding, direction, ratio.dtype)
         counts = counting(tokens, bounding.unit)
+        if fresh is not None and bounding.stale_only:
+            ratio = torch.where(fresh.bool(), counts, ratio)
         bounded = bound_weights(ratio, counts, lower=lower, upper=upper, clamp=bounding.clamps)
         weighed = Weights(bounding, lower, upper, ratio, bounded)
         weights = bounded * tokens.valid if bounding.unit == "seq" else bounded

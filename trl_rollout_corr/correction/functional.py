@@ -184,22 +184,17 @@ def counting(tokens: Tokens, unit: str) -> torch.Tensor:
 
 
 def bounds_by_sign(
-    bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype, rounding: torch.Tensor | None = None
+    bounding: Bounding, direction: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[Bound | None, Bound]:
     """
     Lower and upper bound of the importance weights. Bounds that depend on the advantage take the shape of its sign
-    `direction`, `(B, 1)` or `(B, T)`. Those of positive advantages are widened to what `rounding`, the size in nats of
-    log-ratios at equal weights, explains, but not beyond those of negative ones.
+    `direction`, `(B, 1)` or `(B, T)`.
     """
     if bounding.positive is None or bounding.lower is None:
         return bounding.lower, bounding.upper
     assert direction is not None  # `compute_rollout_correction` has refused missing advantages
     constant = partial(direction.new_full, (), dtype=dtype)
     lower, upper = map(constant, bounding.positive)
-    if rounding is not None:
-        factor = rounding.exp().to(dtype)
-        lower = (lower / factor).clamp(min=min(bounding.lower, bounding.positive[0]))
-        upper = (upper * factor).clamp(max=max(bounding.upper, bounding.positive[1]))
     good = direction > 0
     return torch.where(good, lower, constant(bounding.lower)), torch.where(good, upper, constant(bounding.upper))
 
@@ -276,19 +271,13 @@ def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:
     return torch.maximum(from_sampler, log_p.exp() * d - torch.expm1(log_p) * of_others)
 
 
-def reject(
-    tokens: Tokens,
-    criterion: Criterion,
-    direction: torch.Tensor | None = None,
-    rounding: torch.Tensor | None = None,
-) -> Rejection:
+def reject(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None = None) -> Rejection:
     """
     Apply one rejection rule. `direction`, of shape `(B, 1)` or `(B, T)`, is the sign of the advantage, for a rule that
-    depends on it. `rounding`, of shape `(1,)` or `(B, 1)`, is what rounding alone does to a probability: bounds on the
-    move of a probability begin beyond it.
+    depends on it.
     """
     if criterion.divergence in OF_PROBABILITIES and criterion.scope == "token":
-        return _reject_by_probability(tokens, criterion, direction, rounding)
+        return _reject_by_probability(tokens, criterion, direction)
     if criterion.divergence in OF_PROBABILITIES:
         # FlashREINFORCE and OpenRLHF take D(q, p) for completions, and the size of the total variation
         kind = "kl" if criterion.divergence == "binary_kl" else criterion.divergence
@@ -305,16 +294,9 @@ def reject(
     return Rejection(statistic, high, low)
 
 
-def _reject_by_probability(
-    tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None, rounding: torch.Tensor | None
-) -> Rejection:
+def _reject_by_probability(tokens: Tokens, criterion: Criterion, direction: torch.Tensor | None) -> Rejection:
     statistic = probability_divergence(tokens, criterion.divergence).mul_(tokens.valid)
-    lower: Bound = criterion.lower
-    upper: Bound = criterion.upper
-    if rounding is not None and criterion.widens:
-        upper = statistic.new_full((), criterion.upper) + rounding.to(statistic.dtype)
-        lower = statistic.new_full((), criterion.lower) - rounding.to(statistic.dtype)
-    high, low = above(statistic, upper).mul_(tokens.valid), below(statistic, lower)
+    high, low = above(statistic, criterion.upper).mul_(tokens.valid), below(statistic, criterion.lower)
     if criterion.directed:
         assert direction is not None  # `compute_rollout_correction` has refused missing advantages
         high, low = high * above(direction, 0.0), low * below(direction, 0.0)

@@ -44,6 +44,9 @@ class RolloutCorrectionConfig:
             `0_1,1_1`, are for negative and for positive advantages.
         rollout_is_clamp (`bool`, *optional*):
             Move weights outside a pair to the nearest bound instead of setting them to 0.
+        rollout_is_stale_only (`bool`, *optional*):
+            Weight only completions that older weights sampled: with the newest ones, the ratio counts as 1. A sampler
+            that announces no age counts as old.
         rollout_is_batch_normalize (`bool`, *optional*, defaults to `False`):
             Divide the weights by their mean over the batch of all ranks.
         rollout_rs (`list[str]` or `None`, *optional*, defaults to `"preset"`):
@@ -54,10 +57,6 @@ class RolloutCorrectionConfig:
             one for positive advantages; else an upper bound.
         rollout_rs_renormalize (`bool`, *optional*, defaults to `False`):
             Multiply the loss by valid tokens over kept tokens of the batch of all ranks.
-        rollout_allow_rounding (`bool`, *optional*):
-            Widen the bounds that depend on the sign of the advantage by what rounding alone does, measured on
-            completions that the newest weights sampled: the bounds of `token_tv`, and the weights of positive
-            advantages.
         rollout_rs_exclude_from_baseline (`bool`, *optional*, defaults to `False`):
             Leave completions that are rejected as a whole out of the baseline of their group.
         bypass_mode (`bool`, *optional*):
@@ -102,11 +101,11 @@ class RolloutCorrectionConfig:
     rollout_is: WeightLevel | None = "preset"
     rollout_is_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
     rollout_is_clamp: Truth | None = field(default=None, metadata=_FLAG)
+    rollout_is_stale_only: Truth | None = field(default=None, metadata=_FLAG)
     rollout_is_batch_normalize: bool = False
     rollout_rs: list[CriterionName] | str | None = field(default="preset", metadata=_SEVERAL)
     rollout_rs_threshold: float | str | list[float | list[float]] | None = field(default=None, metadata=_SEVERAL)
     rollout_rs_renormalize: bool = False
-    rollout_allow_rounding: Truth | None = field(default=None, metadata=_FLAG)
     rollout_rs_exclude_from_baseline: bool = False
     bypass_mode: Truth | None = field(default=None, metadata=_FLAG)
     rollout_loss_type: LossType | None = None
@@ -257,8 +256,9 @@ def _idle(settings: Settings) -> dict[str, str]:
         idle("`rollout_is` is None", "rollout_is_batch_normalize")
         if settings.rollout_is_threshold != 2.0:  # verl's files write it next to null
             idle("`rollout_is` is None", "rollout_is_threshold")
-        if settings.rollout_is_clamp:
-            idle("`rollout_is` is None", "rollout_is_clamp")
+        for name in ("rollout_is_clamp", "rollout_is_stale_only"):
+            if getattr(settings, name):
+                idle("`rollout_is` is None", name)
     if settings.rollout_is_clamp and not isinstance(settings.rollout_is_threshold, list):
         idle("`rollout_is_threshold` is not a pair", "rollout_is_clamp")
     if not settings.applies_weights:
@@ -273,8 +273,6 @@ def _idle(settings: Settings) -> dict[str, str]:
             "rollout_rs_renormalize",
             "rollout_rs_exclude_from_baseline",
         )
-    if settings.rollout_allow_rounding and not settings.measures_rounding:
-        idle("no bound depends on the sign of the advantage", "rollout_allow_rounding")
     if not settings.bypass_mode:
         idle("`bypass_mode` is False, and the loss is TRL's `loss_type`", "rollout_loss_type")
     if settings.rollout_clip_ratio_c and not settings.clips_around_sampler:

@@ -54,11 +54,6 @@ class Criterion(NamedTuple):
         return self.scope == "token" and self.divergence in DIRECTED
 
     @property
-    def widens(self) -> bool:
-        """`True` if `rollout_allow_rounding` widens its bounds by what rounding does to a probability."""
-        return self.directed and self.divergence == "tv"
-
-    @property
     def unit(self) -> str:
         """What the rule keeps or rejects as a whole: `"token"`, `"turn"` or `"seq"`."""
         return self.scope.partition("_")[0]
@@ -73,6 +68,7 @@ class Bounding(NamedTuple):
     clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
     normalized: bool  # whether the weights are divided by their mean afterwards
     positive: tuple[float, float] | None = None  # bounds for positive advantages, if they differ
+    stale_only: bool = False  # whether a completion of the newest weights has the weight 1
 
     @property
     def unit(self) -> str:
@@ -87,7 +83,7 @@ class Bounding(NamedTuple):
     @property
     def grows(self) -> bool:
         """`True` if the weight of a token never decreases as its log-ratio grows."""
-        return self.level == "token" and not self.drops and not self.directed
+        return self.level == "token" and not self.drops and not self.directed and not self.stale_only
 
     @property
     def directed(self) -> bool:

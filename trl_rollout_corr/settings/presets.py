@@ -80,20 +80,19 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
         # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the
-        # advantage is positive, else the ratio. Where the advantage is negative, a ratio above 1 is what pulls back a
-        # token that became more likely. A cap of 1 removes this pull; the cap of 3, as in PPO's dual clip, only limits
-        # noise.
+        # advantage is positive, else the ratio, at most 1. So a token that became unlikely since it was sampled is
+        # not pushed down much further.
         "rollout_is": "token",
-        "rollout_is_threshold": [[0.0, 3.0], [1.0, 1.0]],
+        "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
+        # With the newest weights the ratio is what the two engines compute differently. Weights would pull the policy
+        # towards the sampler's errors, and no push ends this pull, because they come back with it.
+        "rollout_is_stale_only": True,
         # DPPO's trust region, with the bound of `bypass_dppo_tv`: a probability that moved by more than 0.2 is not
         # pushed further. With 0.1, formats are learned later. It may be pushed back, so a lower bound rejects rewarded
         # corrupted tokens: the sampler was sure of them, and their trainer probability is a thousand times lower.
         "rollout_rs": ["token_tv", "token_k1"],
         "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
-        # A pull towards the sampler ends when the sampler catches up with the trainer. Towards its rounding it would
-        # never end, so what rounding explains is no reason to pull.
-        "rollout_allow_rounding": True,
     },
 }
 
@@ -107,9 +106,9 @@ _OFF: dict[str, Any] = {
     "rollout_is": None,
     "rollout_is_threshold": 2.0,
     "rollout_is_clamp": False,
+    "rollout_is_stale_only": False,
     "rollout_rs": None,
     "rollout_rs_threshold": None,
-    "rollout_allow_rounding": False,
     "bypass_mode": False,
     "rollout_loss_type": "ppo_clip",
 }

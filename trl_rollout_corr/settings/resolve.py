@@ -22,11 +22,11 @@ class Settings:
     rollout_is: str | None
     rollout_is_threshold: WeightBounds
     rollout_is_clamp: bool
+    rollout_is_stale_only: bool
     rollout_is_batch_normalize: bool
     rollout_rs: list[str] | None
     rollout_rs_threshold: Any  # one entry for each criterion; without criteria, what was given
     rollout_rs_renormalize: bool
-    rollout_allow_rounding: bool
     rollout_rs_exclude_from_baseline: bool
     bypass_mode: bool
     rollout_loss_type: str
@@ -72,11 +72,13 @@ class Settings:
             return None
         threshold: Any = self.rollout_is_threshold
         normalized = self.rollout_is_batch_normalize
-        if not isinstance(threshold, list):
-            return Bounding(self.rollout_is, None, threshold, self.rollout_is_clamp, normalized)
-        (lower, upper), *positive = threshold if is_by_sign(threshold) else [threshold]
-        by_sign = (positive[0][0], positive[0][1]) if positive else None
-        return Bounding(self.rollout_is, lower, upper, self.rollout_is_clamp, normalized, by_sign)
+        by_sign = lower = None
+        upper = threshold
+        if isinstance(threshold, list):
+            (lower, upper), *positive = threshold if is_by_sign(threshold) else [threshold]
+            by_sign = (positive[0][0], positive[0][1]) if positive else None
+        clamps, stale_only = self.rollout_is_clamp, self.rollout_is_stale_only
+        return Bounding(self.rollout_is, lower, upper, clamps, normalized, by_sign, stale_only)
 
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -130,10 +132,9 @@ class Settings:
         return self.rollout_is == "turn" or any(criterion.unit == "turn" for criterion in self.criteria)
 
     @property
-    def measures_rounding(self) -> bool:
-        """`True` if a bound depends on what rounding alone does."""
-        by_sign = self.bounding is not None and self.bounding.directed
-        return self.rollout_allow_rounding and (by_sign or any(c.widens for c in self.criteria))
+    def weighs_stale_only(self) -> bool:
+        """`True` if the applied weights depend on whether the sampler's weights are the newest."""
+        return self.bounding is not None and self.bounding.stale_only and self.applies_weights
 
     @property
     def normalizes(self) -> bool:
@@ -234,15 +235,15 @@ def _weights_in_words(settings: Settings) -> str:
     bounds: Any = settings.rollout_is_threshold
     assert bounding is not None
     unit = _UNITS[bounding.unit]
+    where = " where vLLM's weights are old" if bounding.stale_only else ""
     if is_by_sign(bounds):
         negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
         of = " (mean ratio)" if settings.rollout_is == "geometric" else ""
-        widened = ", except for rounding" if settings.rollout_allow_rounding else ""
         signs = f"{negative} for negative advantages and {positive} for positive ones"
-        weights = f"{unit} importance weights{of}, {signs}{widened}"
+        weights = f"{unit} importance weights{of}{where}, {signs}"
         return weights if settings.applies_weights else f"{weights}, only reported"
     ratio = f"{'mean ' if settings.rollout_is == 'geometric' else ''}ratio (trainer to sampler)"
-    weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}"
+    weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}{where}"
     return weights if settings.applies_weights else f"{weights}, which is only reported"
 
 
@@ -267,20 +268,18 @@ def _bounds_in_words(bounds: float | list[float], *, clamps: bool) -> str:
 def _rejection_in_words(settings: Settings) -> str:
     reasons: dict[str, list[str]] = {}  # by unit
     for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold, strict=True):
-        beyond_rounding = settings.rollout_allow_rounding and criterion.widens
-        reason = f"{_fact_in_words(criterion, bounds, beyond_rounding=beyond_rounding)} ({criterion.name})"
+        reason = f"{_fact_in_words(criterion, bounds)} ({criterion.name})"
         reasons.setdefault(_UNITS[criterion.unit], []).append(f"if {reason}")
     (unit, first), *others = reasons.items()
     more = [f"{other}s {', or '.join(ifs)}" for other, ifs in others]
     return ", and ".join([f"{unit}s are rejected {', or '.join(first)}", *more])
 
 
-def _fact_in_words(criterion: Criterion, bounds: Any, *, beyond_rounding: bool) -> str:
+def _fact_in_words(criterion: Criterion, bounds: Any) -> str:
     if criterion.directed:
         size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
         measure = "" if criterion.divergence == "tv" else "a KL divergence of "
-        beyond = " beyond rounding" if beyond_rounding else ""
-        return f"they left a trust region of {measure}{size}{beyond}"
+        return f"they left a trust region of {measure}{size}"
     statistic = criterion.scope.partition("_")[2]
     if criterion.divergence == "k1":
         lower, upper = bounds

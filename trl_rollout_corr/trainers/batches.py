@@ -18,18 +18,17 @@ from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
-from ..correction.rounding import Rounding, RoundingInUse, measure_rounding
 from ..door import WATCHERS, knows_routers, tool
 from ..messages import SettingWarning, __version__, plain
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.fields import FIELDS
 from ..settings.resolve import Settings
-from .keys import ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
+from .age_notice import AgeNotice
+from .keys import FRESH, ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
 from .metadata import engine_metadata, trainer_metadata
 from .model_checks import check_dropout, check_types
 from .observer import CorrectedBatch, Moment, Observer
 from .ranks import largest, leaving_together
-from .rounding_notice import RoundingNotice
 from .trl_interface import check_config_class
 from .vllm_engine import check_server_logprobs, read_configuration
 from .watcher import Watcher, watchers_among
@@ -89,8 +88,7 @@ class CorrectsBatches(_Host):
         self._about = {"trainer": type(self).__name__, **self._metadata()}
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
-        self._rounding, self._rounding_step = Rounding(self.accelerator.device), -1
-        self._rounding_notice = RoundingNotice(self._settings)
+        self._age_notice = AgeNotice(self._settings)
         for field in self._watched_fields:
             watcher = tool(field).of(self)
             if watcher is not None:
@@ -135,8 +133,6 @@ class CorrectsBatches(_Host):
     def _record(self, corrected: CorrectedBatch) -> None:
         """Add a corrected batch to the metrics, and show it to the watchers."""
         self._observer.corrected(self._now, corrected)
-        if self._settings.measures_rounding:
-            self._observer.add(self._now.mode, RoundingInUse.used(self._rounding.used))
         seen = corrected._replace(batch=dict(corrected.batch))  # a watcher may add a column for the next one
         for watcher in self._watchers:
             watcher.corrected(self._now, seen)
@@ -186,30 +182,13 @@ class CorrectsBatches(_Host):
             self._settings,
             advantages=batch["advantages"],
             turn_ids=batch.get(TURN_IDS),
-            rounding=self._rounding.used,
+            fresh=batch.get(FRESH),
             sum_over_ranks=self._sum_over_ranks,
         )
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         summed: torch.Tensor = self.accelerator.reduce(tensor, reduction="sum")
         return summed
-
-    def _measure_rounding(self, train_logps: torch.Tensor, batch: dict[str, Any], from_old: bool) -> None:
-        """
-        Count what rounding alone does in completions of equal weights. All ranks use what all of them counted up to
-        the optimizer step before, and in the first step what its micro-batches have shown so far.
-        """
-        if not self._settings.measures_rounding or not self.model.training:
-            return
-        if self.state.global_step != self._rounding_step:
-            if self._rounding_step >= 0:
-                self._rounding.settle(self._sum_over_ranks)
-            self._rounding_step = self.state.global_step
-        mask, fresh = self._loss_mask(batch), self._sampled_with_equal_weights(batch, from_old)
-        counted = mask.new_zeros(len(mask), dtype=torch.bool) if fresh is None else fresh
-        self._rounding.add(measure_rounding(train_logps, batch[ROLLOUT_LOGPS], mask, counted))
-        if not self._rounding.is_settled:
-            self._rounding.preview(self._sum_over_ranks)
 
     def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         """
@@ -225,10 +204,10 @@ class CorrectsBatches(_Host):
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> CorrectedBatch:
         """Correct a batch for the gap between the sampler and the old or current policy."""
-        self._measure_rounding(train_logps, batch, from_old)
-        correction = self._compute_correction(train_logps, batch)
+        fresh = self._sampled_with_equal_weights(batch, from_old)
+        correction = self._compute_correction(train_logps, batch if fresh is None else {**batch, FRESH: fresh})
         mask, ages = self._loss_mask(batch), self._ages(batch)
-        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages)
+        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, fresh)
 
     def _bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor in bypass mode, `(B, T)`, and the correction of tokens with a gradient there."""
@@ -259,7 +238,7 @@ class CorrectsBatches(_Host):
         elif "loss" in logs or any(key.endswith("_runtime") for key in logs):
             metrics = self._close_window(self._now)
             if "loss" in logs and self.is_world_process_zero():
-                news = self._rounding_notice.news(self.state.global_step, metrics)
+                news = self._age_notice.news(self.state.global_step, metrics)
                 if news is not None:
                     tqdm.write(news)
             self._metrics[self._now.mode].update({key: [value] for key, value in metrics.items()})

@@ -17,5 +17,7 @@ FIRST_COEFFICIENTS = "rollout_corr_first_coefficients"  # (B, T)
 REWARDS = "rollout_corr_rewards"  # (B,)
 TURN_IDS = "rollout_corr_turn_ids"  # (B, T), turn of each token, if a rollout function returns turns
 ROLLOUT_STEP = "rollout_corr_step"  # (B,), optimizer step of the weights that sampled; NaN if unknown
+# (B,), True where the weights that sampled are those of the policy that is corrected for; missing if unknown
+FRESH = "rollout_corr_fresh"
 PADDING = "rollout_corr_padding"  # (B,), tokens of padding before the prompt, where the prompt's mask does not tell
 AGAIN_LOGPS = "rollout_corr_again_logps"  # (B, T), of sequences scored one by one, without padding; NaN elsewhere

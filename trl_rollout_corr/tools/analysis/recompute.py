@@ -10,7 +10,6 @@ import torch
 
 from ...correction.compute import RolloutCorrection, compute_rollout_correction
 from ...correction.functional import LOG_RATIO_BOUND, Tokens, select_tokens
-from ...correction.rounding import Rounding, measure_rounding
 from ...messages import PREFIX
 from ...settings.resolve import Settings
 from ..dump.sequences import Sequences, pad
@@ -31,7 +30,7 @@ class Block(NamedTuple):
     keep: torch.Tensor  # tokens that the run kept
     coefficients: torch.Tensor  # factor of the policy gradient in the run
     advantages: torch.Tensor  # `(B, 1)`, or `(B, T)` where each token has its own; 0 if it is not finite
-    rounding: torch.Tensor  # `(B, 2)`: what rounding did, as the run used it, or as it is measured in the dump
+    fresh: torch.Tensor  # `(B,)`: sampled with the weights of `train_logps`
 
     def tokens(self, *, neutralize: bool) -> Tokens:
         """Tokens that count. With `neutralize`, a token without a finite log-probability counts with ratio 1."""
@@ -66,36 +65,19 @@ class Outcome(NamedTuple):
     norm: float | None = None  # of the corrected gradient, relative to the uncorrected one
 
 
-def batch_of(sequences: Sequences, rows: np.ndarray, *, as_dumped: bool = False) -> Batch:
-    """
-    The tokens of the loss of the sequences in a boolean mask, with what rounding did as the run used it; where it used
-    nothing, that is 0 if `as_dumped`, and else what the dump shows. A `ValueError` if there are no tokens.
-    """
+def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
+    """The tokens of the loss of the sequences in a boolean mask. A `ValueError` if there are none."""
     of_loss = sequences.mask & rows[sequences.row]
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")
     lengths = sequences.sums(of_loss).astype(int)
-    rounding = _rounding_of_each(sequences, torch.zeros(2) if as_dumped else rounding_of(sequences))
-    blocks = [
-        _block(sequences, of_loss, lengths, rounding, chosen)
-        for chosen in _of_like_length(lengths, np.flatnonzero(rows))
-    ]
+    blocks = [_block(sequences, of_loss, lengths, chosen) for chosen in _of_like_length(lengths, np.flatnonzero(rows))]
     return Batch(np.unique(sequences.step[rows]).tolist(), blocks)
 
 
-def rounding_of(sequences: Sequences) -> torch.Tensor:
-    """
-    `(2,)`: what rounding does to a probability and to a log-ratio in the sequences of age 0 that represent their
-    batch; 0 without any. A run takes a moving mean of it over its steps.
-    """
-    rounding, fresh = Rounding(), sequences.represents & (sequences.staleness == 0)
-    here = sequences.mask & fresh[sequences.row]
-    if here.any():
-        train, rollout = (torch.from_numpy(x[here])[None] for x in (sequences.train_logps, sequences.rollout_logps))
-        everywhere = torch.ones_like(train, dtype=torch.bool)
-        rounding.add(measure_rounding(train, rollout, everywhere, everywhere[:, 0]))
-        rounding.settle(lambda histograms: histograms)
-    return rounding.used
+def fresh_of(sequences: Sequences) -> np.ndarray:
+    """`(N,)`: sequences that the weights of the corrected policy sampled; in an earlier dump, those of age 0."""
+    return np.where(np.isnan(sequences.fresh), sequences.staleness == 0, sequences.fresh == 1)
 
 
 def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -110,15 +92,7 @@ def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
     return groups
 
 
-def _rounding_of_each(sequences: Sequences, otherwise: torch.Tensor) -> torch.Tensor:
-    """`(B, 2)`: what rounding did in each sequence, as the run used it, or else another value, `(2,)`."""
-    used = torch.from_numpy(np.stack([sequences.rounding_tv, sequences.rounding_log_ratio], 1))
-    return used.where(used.isfinite(), otherwise.to(used))
-
-
-def _block(
-    sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rounding: torch.Tensor, rows: np.ndarray
-) -> Block:
+def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> Block:
     """The tokens of the loss of some sequences, padded."""
     chosen = np.zeros(len(sequences), bool)
     chosen[rows] = True
@@ -129,7 +103,7 @@ def _block(
     # a criterion on completions takes one advantage of each
     advantages = of_rows if np.isnan(sequences.advantages).all() else of_tokens
     advantages = advantages.nan_to_num(0.0, 0.0, 0.0)
-    return Block(**padded, advantages=advantages, rounding=rounding[torch.from_numpy(rows)])
+    return Block(**padded, advantages=advantages, fresh=torch.from_numpy(fresh_of(sequences)[rows]))
 
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:
@@ -139,7 +113,7 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
     """
     here = sequences.slice(row)
     of_loss = sequences.mask[here]
-    (block,) = batch_of(sequences, np.arange(len(sequences)) == row, as_dumped=True).blocks
+    (block,) = batch_of(sequences, np.arange(len(sequences)) == row).blocks
     found = {}
     for name, threshold in zip(settings.rollout_rs or [], settings.rollout_rs_threshold or [], strict=False):
         alone = replace(settings, rollout_is=None, rollout_rs=[name], rollout_rs_threshold=[threshold])
@@ -150,7 +124,6 @@ def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str,
             alone,
             advantages=block.advantages,
             turn_ids=block.turn,
-            rounding=block.rounding,
         )
         rejected = np.zeros(len(of_loss), bool)
         valid = block.tokens(neutralize=alone.rollout_nan_policy == "neutralize").valid.bool()
@@ -206,7 +179,7 @@ def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
                 settings,
                 advantages=block.advantages,
                 turn_ids=block.turn,
-                rounding=block.rounding,
+                fresh=block.fresh,
                 sum_over_ranks=sum_over_blocks,
             )
             for block in batch.blocks

@@ -8,9 +8,9 @@ from numpy.typing import DTypeLike
 
 
 # The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding`
-# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, 6 `rounding_tv` and
-# `rounding_log_ratio`, and 7 `advantages`; the reader takes them all.
-FORMAT, VERSION = "trl_rollout_corr.dump", 7
+# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, 6 two columns that 8 removed,
+# 7 `advantages`, and 8 `fresh`; the reader takes them all.
+FORMAT, VERSION = "trl_rollout_corr.dump", 8
 
 
 class Column(NamedTuple):
@@ -30,7 +30,8 @@ class Column(NamedTuple):
         """Type of the column in numpy, where null is NaN; `None` if it does not hold numbers."""
         if pa.types.is_nested(self.type) or pa.types.is_string(self.type):
             return None
-        return np.dtype(np.float64 if self.null and pa.types.is_integer(self.type) else self.type.to_pandas_dtype())
+        whole = pa.types.is_integer(self.type) or pa.types.is_boolean(self.type)
+        return np.dtype(np.float64 if self.null and whole else self.type.to_pandas_dtype())
 
 
 COLUMNS = (
@@ -57,10 +58,9 @@ COLUMNS = (
     # `train_logps` of sequences that were scored alone
     Column("again_logps", pa.float32(), per_token=True, null=True),
     Column("turn_ids", pa.int32(), per_token=True, null=True),  # if a rollout function returns turns
-    # What rounding did to a probability, and to a log-ratio in nats, with `rollout_allow_rounding`
-    Column("rounding_tv", pa.float32(), null=True),
-    Column("rounding_log_ratio", pa.float32(), null=True),
     # If each token has its own; `advantage` is their mean
     Column("advantages", pa.float32(), per_token=True, null=True),
+    # If the weights that sampled are those of `train_logps`; null if unknown
+    Column("fresh", pa.bool_(), null=True),
 )
 SCHEMA = pa.schema([(c.name, pa.list_(c.type) if c.per_token else c.type) for c in COLUMNS])

@@ -41,7 +41,7 @@ def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
         "padding": batch.get(PADDING),
-        **_rounding_of(corrected),
+        "fresh": corrected.fresh,
     }
 
 
@@ -51,14 +51,6 @@ def _mean_over(mask: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """
     of_loss = mask.bool()
     return advantages.masked_fill(~of_loss, 0.0).sum(1) / of_loss.sum(1).clamp(min=1)
-
-
-def _rounding_of(corrected: CorrectedBatch) -> dict[str, torch.Tensor | None]:
-    """Columns with what rounding did, `(B,)`, which is the same for all sequences of a batch."""
-    rounding = corrected.correction.rounding
-    names = ("rounding_tv", "rounding_log_ratio")
-    values = (None, None) if rounding is None else rounding.float().unsqueeze(1).expand(-1, len(corrected.mask))
-    return dict(zip(names, values, strict=True))
 
 
 class Offered(NamedTuple):
