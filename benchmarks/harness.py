@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +93,14 @@ def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
         elif json.loads(path.read_text())["settings"] != run.settings:
             sys.exit(f"{path} was made with other settings. Delete it, or choose another `--output_dir`.")
     return absent
+
+
+def processor() -> str:
+    """Model of the processor, which decides the last digits of a run."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def write(path: Path, record: Record):

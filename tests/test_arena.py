@@ -112,13 +112,21 @@ def test_the_candidate_that_was_chosen_is_auto(plan):
     rollout = -3 * torch.rand(64, 16, generator=generator)
     train = (rollout + 2 * torch.randn(64, 16, generator=generator)).clamp(max=0.0)
     advantages = torch.randn(64, generator=generator)
-    auto, cap3, cap1 = (
+    fresh = torch.arange(64) % 2 == 0
+    auto, cap3, cap1, unweighted = (
         compute_rollout_correction(
-            train, rollout, torch.ones_like(train), RolloutCorrectionConfig(**options), advantages=advantages
+            train,
+            rollout,
+            torch.ones_like(train),
+            RolloutCorrectionConfig(**plan.ARMS[arm].options),
+            advantages=advantages,
+            fresh=fresh,
         ).coefficients
-        for options in ({"rollout_correction": "auto"}, plan.ARMS["cap3"].options, plan.ARMS["cap1"].options)
+        for arm in ("auto", "cap3", "cap1", "cap3_unweighted")
     )
-    assert torch.equal(auto, cap3)
+    assert torch.equal(auto[~fresh], cap1[~fresh])
+    assert torch.equal(auto[fresh], unweighted[fresh])
+    assert not torch.equal(cap1[fresh], unweighted[fresh])
     assert cap3.max() == 3
     assert torch.equal(cap3.clamp(max=1), cap1)
 
@@ -273,7 +281,7 @@ def test_factors_of_a_rule(arena, rule, p, q, good, bad):
 
 
 @pytest.mark.parametrize("rule", ["wide", "split", "excess"])
-def test_a_rule_is_trained_in_a_trainer_and_split_is_auto(
+def test_a_rule_is_trained_in_a_trainer_and_one_that_forgets_rounding_is_auto(
     arena, rule, tiny_model_path, tmp_path, shared_engine, monkeypatch
 ):
     """A sampler in step with noise on its weights, in the first micro-batch of a run."""
@@ -297,9 +305,9 @@ def test_a_rule_is_trained_in_a_trainer_and_split_is_auto(
         trainer.train()
         factors.append(found[0].coefficients)
     assert factors[0].std() > 0.05
-    # the package counts sizes in bins, and takes their quantile from them
+    # all is rounding here, but for one token in a hundred
     same = torch.isclose(*factors, atol=0.02).float().mean()
-    assert same > 0.98 if rule == "split" else same < 0.98
+    assert same > 0.95 if rule == "excess" else same < 0.9
 
 
 def test_the_witness_sums_the_pull_of_bad_tokens(arena):
@@ -571,23 +579,52 @@ def test_both_curves_are_printed_and_said_to_be_the_same_or_how_far_apart(arena)
 
 
 def test_runs_of_one_machine_stand_next_to_the_archive(arena, tmp_path):
-    """`auto` ends 0.4 below, with one seed of each, and the other arm falls."""
+    """The chosen rule ends 0.4 below, with one seed of each, and the other arm falls."""
     results, cell = arena("results"), "grpo-mirror-lag_4-fast-garbage"
-    for arm, accuracy in (("auto", [0.1, 0.4, 0.4, 0.4]), ("trl", [0.9, 0.7, 0.8, 0.9])):
-        record = {"cell": cell, "arm": arm, "seed": 0, "accuracy": accuracy}
+    for arm, accuracy in (("rounded", [0.1, 0.4, 0.4, 0.4]), ("trl", [0.9, 0.7, 0.8, 0.9])):
+        record = {"cell": cell, "arm": arm, "seed": 0, "machine": "a", "accuracy": accuracy}
         (tmp_path / f"{cell}-{arm}-0.json").write_text(json.dumps(record))
     rows = results.again(tmp_path, tmp_path / "none")
-    assert [(row["arm"], row["accuracy"], row["falls"]) for row in rows] == [("auto", 0.4, False), ("trl", 0.8, True)]
+    found = [(row["arm"], row["accuracy"], row["falls"]) for row in rows]
+    assert found == [("rounded", 0.4, False), ("trl", 0.8, True)]
     found = json.loads((ARENA / results.DATA).read_text())
-    *_, auto, trl = arena("report").again(rows, found, "auto").splitlines()
-    assert auto == f"| {cell} | `auto` | 0.400 | 0 of 1 | 0.774 (2) |  |"
+    *_, rounded, trl = arena("report").again(rows, found, "rounded").splitlines()
+    assert rounded == f"| {cell} | `rounded` | 0.400 | 0 of 1 | 0.774 (2) |  |"
     assert trl == f"| {cell} | `trl` | 0.800 | 1 of 1 | 0.848 (3) | -0.40 |"
+
+
+def test_runs_of_the_rule_that_followed_stand_next_to_the_archive(arena):
+    """The archive's runs of `cap3_unweighted` with fresh weights, and of `cap1` with old ones, are further seeds of it."""
+    results, report = arena("results"), arena("report")
+    found = json.loads((ARENA / results.DATA).read_text())
+    about = {"seed": 0, "machine": "a", "falls": False}
+    fresh, stale = "grpo-triple-in_step-fast-long-noise", "grpo-mirror-lag_4-fast-garbage"
+    rows = [
+        {"cell": fresh, "arm": "auto", "accuracy": 0.4, **about},
+        {"cell": stale, "arm": "auto", "accuracy": 0.4, **about},
+        {"cell": stale, "arm": "trl", "accuracy": 0.41, **about},
+        {"cell": "without the rule", "arm": "trl", "accuracy": 0.41, **about},
+    ]
+    table = report.next_rule(rows, found, {stale}).splitlines()
+    *_, of_fresh, of_stale = (line.split(" | ") for line in table)
+    assert of_fresh[:4] == [f"| {fresh}", "no", "0.400", "0 of 1"]
+    assert of_stale[1] == "yes"
+    silent = report.next_rule(rows, found, {}).splitlines()[-1]
+    assert "`cap1` (-0.39)" in silent  # which is another rule there
+    # the mean with the archive is 0.715: level with TRL's default, 0.711, and 0.27 above `cap3`
+    assert "`trl`" not in of_fresh[-2] + of_fresh[-1]
+    assert "`cap3` (+0.27)" in of_fresh[-1]
+    assert "0.410 †" in of_stale  # and not 0.848, of the archive
+    # the mean with the archive, 0.690, is 0.28 above that, and 0.10 below `cap3`
+    assert "`trl` (+0.28)" in of_stale[-1]
+    assert "`cap3` (-0.10)" in of_stale[-2]
+    assert "`cap1`" not in of_stale[-2] + of_stale[-1]
 
 
 def test_published_runs_of_one_machine_are_the_means_of_their_looks(arena):
     results = arena("results")
     rows = results.again()
-    assert len({row["run"] for row in rows}) == len(rows) > 30
+    assert len({(row["run"], row["machine"]) for row in rows}) == len(rows) > 30
     for row in rows:
         assert row["accuracy"] == pytest.approx(sum(row["looks"][-results.LAST :]) / results.LAST, abs=2e-4)
         assert row["falls"] == results.falls(row["looks"])

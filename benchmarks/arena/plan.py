@@ -59,6 +59,8 @@ class Arm:
             Whether to train with TRL's own trainer.
         in_step (`bool`, *optional*, defaults to `False`):
             Whether the sampler is the policy itself, whatever the cell says: the best there could be.
+        past (`bool`, *optional*, defaults to `False`):
+            Whether the package no longer has this rule, so that its runs are published and none is trained.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Arm:
     rule: str | None = None
     trl: bool = False
     in_step: bool = False
+    past: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Run:
 
     @property
     def sampler(self) -> dict[str, Any]:
-        """What is wrong with the sampler. Every other one does not say how old it is."""
+        """What is wrong with the sampler. Some do not say how old they are, see `announces`."""
         lag = {"lag": self.at.rung.lag, "announced": announces(self.cell.task)} if self.at.rung.lag else {}
         return {**lag, **FAULTS.get(self.at.fault, {})}
 
@@ -214,8 +217,9 @@ ARMS = {
         # The same in a trainer of the package, which can push to 8 bits
         Arm("trl_preset", {"rollout_correction": "trl"}),
         Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
-        Arm("auto", {"rollout_correction": "auto"}),  # the product's own `split`
-        # The same, but a token below the floor drops its whole completion
+        Arm("auto", {"rollout_correction": "auto"}),
+        Arm("rounded", {"rollout_correction": "auto"}, past=True),  # `split` as the package had it
+        # The same as `rounded`, but a token below the floor drops its whole completion
         Arm(
             "veto",
             {
@@ -223,6 +227,7 @@ ARMS = {
                 "rollout_rs": ["token_tv", "seq_max_k1"],
                 "rollout_rs_threshold": [[0.2, 0.2], [0.001, float("inf")]],
             },
+            past=True,
         ),
         Arm("icepop", {"rollout_correction": "decoupled_token_icepop"}),
         Arm("bypass", {"rollout_correction": "bypass_ppo_clip"}),
@@ -275,8 +280,11 @@ FIFTH_TASKS = ["zigzag", "pack"]  # new ones, for a rule that decides by itself
 
 
 def announces(task: str) -> bool:
-    """Whether the samplers of a task say how old they are: in the second comparison, every other one does."""
-    return task in ("sort", "add", *TUNING[::2], *JUDGING[::2], *THIRD_TASKS, *FOURTH_TASKS, *FIFTH_TASKS)
+    """
+    Whether the samplers of a task say how old they are. In the second comparison every other one announced that it was new,
+    whatever its age, and so did those of the language model.
+    """
+    return task not in (*TUNING[1::2], *JUDGING[1::2], TAGGED_LANGUAGE, LONG_LANGUAGE)
 
 
 def runs_of(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int] = SEEDS[:1]) -> list[Run]:
@@ -494,7 +502,7 @@ def fresh_8_bits() -> list[Run]:
 # Stages of E6: one rule that decides by itself ---------------------------------------------------------------------------
 
 # The candidates, the simplest first
-CHOSEN = "auto"  # `split` as the package has it
+CHOSEN = "rounded"  # `split` as the package had it
 NEXT = "excess"  # the next candidate
 ONE_RULE = ["cap3_unweighted", "wide", "by_age", "split", "excess"]
 NEW_ARMS = ["none", "trl", "trl_token_truncate", "token_2", "dppo_tv", "cap3", "cap3_unweighted"]

@@ -428,6 +428,41 @@ def again(rows: Sequence[Row], results: Mapping[str, Any], chosen: str) -> str:
     return "\n".join(lines)
 
 
+def next_rule(rows: Sequence[Row], results: Mapping[str, Any], weighted: Collection[str]) -> str:
+    """
+    A line per cell in which the rule that followed was trained as `auto`, next to the runs of the archive. It is `cap1`, but
+    for the first step, in the cells that are `weighted`, whose sampler is old and says so, and else `cap3_unweighted`: the
+    archive's runs of the one that it is are further seeds, and no rival. Other arms that were trained on its machine, too,
+    take the place of the archive's.
+    """
+    archived, here = scores(of_all_stages(results)), scores(rows)
+    spread = Spread([*of_all_stages(results), *rows])
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    names = ["cap1", "cap3_unweighted", "rounded", REFERENCE, *RIVALS[:7], "cap3"]
+    lines = [
+        f"| cell | weights | `auto` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
+        "| --- " * (len(names) + 6) + "|",
+    ]
+    for cell, trained in ((cell, trained) for cell, trained in here.items() if "auto" in trained):
+        by_arm = {**archived.get(cell, {}), **trained}
+        own = {str(seed): score for seed, score in by_arm["auto"].items()}
+        fell = f"{sum(falls[cell, 'auto', seed] for seed in by_arm['auto'])} of {len(own)}"
+        half = "cap1" if cell in weighted else "cap3_unweighted"
+        own |= {f"archive {seed}": score for seed, score in archived.get(cell, {}).get(half, {}).items()}
+        rivals = [name for name in RIVALS if name in by_arm and name != half]
+        gaps = {name: differ(own, by_arm[name], spread(cell, "auto", name)) for name in rivals}
+        against = [
+            ", ".join(f"`{name}` ({gap:+.2f})" for name, gap in gaps.items() if sign * gap > 0) or "none"
+            for sign in (-1, 1)
+        ]
+        others = [
+            f"{counted(by_arm[name])}{' †' if name in trained else ''}" if name in by_arm else "" for name in names
+        ]
+        has = "yes" if half == "cap1" else "no"
+        lines.append(f"| {' | '.join([cell, has, counted(by_arm['auto']), fell, *others, *against])} |")
+    return "\n".join(lines)
+
+
 def pulls(rows: Sequence[Row]) -> str:
     """
     A line per cell and cap, of cells with several seeds of both: what bad tokens with a ratio above 1 do in the second half of

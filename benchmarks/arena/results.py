@@ -17,7 +17,8 @@ from seeds import scores, wanted
 Row = dict[str, Any]
 HERE = Path(__file__).parent
 DATA, PAGE = "results.json", "RESULTS.md"
-AGAIN = "again.json"  # runs of one machine, next to those of the archive
+AGAIN = "again.json"  # runs that one machine made one after the other, next to those of the archive
+OF_AGAIN = "AMD EPYC"  # the processor on which the cells were trained again that `CHOSEN` had missed
 OF_CORRECTION = "rollout_corr/"
 FALL = 0.1  # below an own best
 LAST = 3  # looks that are averaged
@@ -154,13 +155,15 @@ def write(results: dict[str, Any], path: Path):
 
 def again(runs: Path | None = None, published: Path = HERE / AGAIN) -> list[Row]:
     """Runs that `--again` trained, those published before and those in a folder, as rows with every look."""
-    rows = {row["run"]: row for row in (json.loads(published.read_text()) if published.exists() else [])}
+    rows = {
+        (row["run"], row["machine"]): row for row in (json.loads(published.read_text()) if published.exists() else [])
+    }
     for path in sorted(runs.glob("*.json")) if runs is not None else []:
         record = json.loads(path.read_text())
         accuracy = record["accuracy"]
-        rows[path.stem] = {
+        rows[path.stem, record["machine"]] = {
             "run": path.stem,
-            **{key: record[key] for key in ("cell", "arm", "seed")},
+            **{key: record[key] for key in ("cell", "arm", "seed", "machine")},
             "accuracy": round(mean(accuracy[-LAST:]), 4),
             "falls": falls(accuracy),
             "looks": [round(value, 4) for value in accuracy],
@@ -175,7 +178,11 @@ def tables(results: Mapping[str, Any], of_one_machine: Sequence[Row] | None = No
         rows = found["rows"]
         parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
     parts["one_rule"] = report.one_rule(results, CHOSEN)
-    parts["again"] = report.again(again() if of_one_machine is None else of_one_machine, results, CHOSEN)
+    rows = again() if of_one_machine is None else of_one_machine
+    parts["again"] = report.again([row for row in rows if row["machine"] == OF_AGAIN], results, CHOSEN)
+    announced = {run.cell.name for stage in STAGES.values() for run in stage() if run.sampler.get("announced")}
+    weighted = {cell for cell in announced if "lost" not in cell}  # its pushes are announced, and the age is 0
+    parts["next"] = report.next_rule([row for row in rows if row["machine"] != OF_AGAIN], results, weighted)
     return parts
 
 

@@ -30,7 +30,7 @@ import archive
 import picture
 import report
 import results
-from harness import train_all, train_missing, write
+from harness import processor, train_all, train_missing, write
 from plan import ARMS, STAGES, Arm, Run
 
 
@@ -106,6 +106,10 @@ def the_run(cell: str, arm: str, seed: str) -> Run:
         if asked not in known:
             near = " or ".join(get_close_matches(asked, known, n=3, cutoff=0.3))
             sys.exit(f"`--again`: {asked!r} is no {what} of `plan.py`. Did you mean {near or next(iter(known))}?")
+    if ARMS[arm].past:
+        sys.exit(
+            f"`--again`: the package no longer has the rule of the arm {arm!r}. Its runs are in the archive alone."
+        )
     if not seed.isdecimal():
         sys.exit(f"`--again`: the seed {seed!r} is no number, such as 0.")
     return replace(cells[cell], arm=ARMS[arm], seed=int(seed))
@@ -120,7 +124,8 @@ def do_again(runs: Sequence[Run], folder: Path):
             raise record
         path = folder / "again" / f"{run.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, {"cell": run.cell.name, "arm": run.arm.name, "seed": run.seed, **record})
+        about = {"cell": run.cell.name, "arm": run.arm.name, "seed": run.seed, "machine": processor()}
+        write(path, {**about, **record})
         print(f"{report.curves(published.get(run.name), record)}\n\nThe log of every step is in {path}.", flush=True)
 
 
@@ -149,7 +154,8 @@ def main():
     chosen = [
         run
         for run in planned(args.stage)
-        if (args.arms is None or run.arm.name in args.arms)
+        if not run.arm.past
+        and (args.arms is None or run.arm.name in args.arms)
         and (args.cells is None or run.cell.name in args.cells)
         and (args.seeds is None or run.seed in args.seeds)
     ]
