@@ -48,13 +48,13 @@ def _hash(sums: torch.Tensor) -> torch.Tensor:
 
 def some_columns(x: torch.Tensor) -> torch.Tensor:
     """
-    A few columns of a matrix or of a layer's experts, or a whole vector, made [`plain`]. NaN becomes 0, because it comes
+    A few columns of a matrix or of a layer's experts, or a whole vector, [`in_one_form`]. NaN becomes 0, because it comes
     in many forms.
     """
-    return plain(_some(x) if x.dim() > 1 else x)
+    return in_one_form(_some(x) if x.dim() > 1 else x)
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
+def in_one_form(x: torch.Tensor) -> torch.Tensor:
     """Numbers without what kernels store in several ways: NaN, -0, and what is too small for some of them."""
     x = x.nan_to_num(nan=0.0)
     return torch.where(x.abs() <= torch.finfo(torch.float32).tiny, 0, x)
@@ -164,10 +164,10 @@ def _values(in_vllm: dict[str, str | None], columns: dict[str, torch.Tensor]) ->
             continue
         some = columns[key]
         if number is None:
-            found[name] = fingerprint(plain(some)), some.isfinite().all()
+            found[name] = fingerprint(in_one_form(some)), some.isfinite().all()
             continue
         if key not in of_experts:
-            bits = plain(some).view(READABLE[some.dtype])
+            bits = in_one_form(some).view(READABLE[some.dtype])
             of_experts[key] = _of_bits(bits), some.isfinite().flatten(1).all(1)
         each, finite = of_experts[key]
         if number < len(each):

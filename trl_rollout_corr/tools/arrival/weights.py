@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...messages import notify
-from .fingerprints import READABLE, fingerprint, plain, some_columns
+from .fingerprints import READABLE, fingerprint, in_one_form, some_columns
 
 
 NEAR = 10  # pushes within which a second failure ends the run, and after which unmoved quantised weights are reported
@@ -84,7 +84,7 @@ class WeightCheck:
         columns = some_columns(weight.detach())
         # in the type of the sampler, because rounding may remove a change there
         own = fingerprint(columns)
-        rounded = own if columns.dtype == self._type else fingerprint(plain(columns.to(self._type)))
+        rounded = own if columns.dtype == self._type else fingerprint(in_one_form(columns.to(self._type)))
         self._sent[name] = rounded, own, _varies(columns)
 
     def judge(self, step: int, *, announced: bool = False, doubt: str = "") -> None:
