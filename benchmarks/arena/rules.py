@@ -113,6 +113,15 @@ def excess(seen: Seen) -> torch.Tensor:
     return torch.where(seen.positive, 1.0, bad) * within_tv(seen) * (seen.d.exp() >= FLOOR)
 
 
+def slack(seen: Seen) -> torch.Tensor:
+    """
+    A rule that needs no age: `cap1`, but the weight of a bad token begins to fall only where its ratio has halved, which
+    rounding hardly does.
+    """
+    bad = (2 * seen.d.exp()).clamp(max=1.0)
+    return torch.where(seen.positive, 1.0, bad) * within_tv(seen) * (seen.d.exp() >= FLOOR)
+
+
 # Published rules that adapt themselves, without knowing the age ---------------------------------------------------------
 
 
@@ -146,7 +155,7 @@ def vexact(seen: Seen) -> torch.Tensor:
     return seen.d.exp().clamp(max=2.0) * (seen.d.sum(1, keepdim=True) >= math.log(FLOOR))
 
 
-CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess)}
+CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack)}
 CONTROLS = {rule.__name__: rule for rule in (reshape, mixture, m2po, vexact)}
 RULES: dict[str, Rule] = {"ipo": ipo, "region": region, **CANDIDATES, **CONTROLS}
 
