@@ -206,7 +206,20 @@ CANDIDATES = [
     candidate(1, tv="tv10", floor=False),
 ]
 # Arms of `rules.py`. The last four are published rules that adapt themselves
-RULED = ("ipo", "region", "wide", "by_age", "split", "twice", "excess", "slack", "reshape", "mixture", "m2po", "vexact")
+RULED = (
+    "ipo",
+    "region",
+    "wide",
+    "by_age",
+    "split",
+    "twice",
+    "excess",
+    "slack",
+    "reshape",
+    "mixture",
+    "m2po",
+    "vexact",
+)
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate")  # its default is `sequence_mask`
 ARMS = {
     arm.name: arm
