@@ -149,6 +149,17 @@ def test_the_log_counts_the_completions_of_older_weights(tmp_path, tiny_model_pa
     assert logged(trainer, "stale_fraction") == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(("age", "stale"), [(0, 0.0), (3, 1.0)])
+def test_an_evaluation_counts_from_the_policy_that_it_evaluates(age, stale, tmp_path, tiny_model_path):
+    """It takes place after the update of the last step, for whose policy the last batch of the training was sampled."""
+    trainer = announced(tiny_model_path, tmp_path, age, per_device_eval_batch_size=8)
+    trainer.train()
+    found = trainer.evaluate(trainer.train_dataset.select(range(4)))
+    assert found[f"eval_{PREFIX}staleness_mean"] == age
+    assert found[f"eval_{PREFIX}stale_fraction"] == stale
+    assert (found[f"eval_{PREFIX}rollout_is_mean"] == 1.0) == (not stale)
+
+
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore:The trainer computes in float32")
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -224,7 +224,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
 
     def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
-        if not from_old:
+        if not from_old or not self.model.training:  # in an evaluation the old policy is the current one
             return super()._sampled_with_equal_weights(batch, from_old)
         return batch[ROLLOUT_STEP] == self._generated_step if ROLLOUT_STEP in batch else None
 
