@@ -3,7 +3,8 @@
 import random
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from math import sqrt
 from statistics import mean
@@ -394,16 +395,24 @@ def one_rule(results: Mapping[str, Any], chosen: str) -> str:
         own = by_arm.get(chosen, {})
         fell = sum(falls[cell, chosen, seed] for seed in own)
         others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
-        gaps = {
-            name: differ(own, by_arm[name], spread(cell, chosen, name)) for name in RIVALS if own and name in by_arm
-        }
-        against = [
-            ", ".join(f"`{name}` ({gap:+.2f})" for name, gap in gaps.items() if sign * gap > 0) or "none"
-            for sign in (-1, 1)
-        ]
+        against = against_rivals(own, by_arm, RIVALS, partial(spread, cell, chosen)) if own else ["", ""]
         found = [counted(own), f"{fell} of {len(own)}"] if own else ["", ""]
-        lines.append(f"| {' | '.join([cell, *found, *others, *(against if own else ['', ''])])} |")
+        lines.append(f"| {' | '.join([cell, *found, *others, *against])} |")
     return "\n".join(lines)
+
+
+def against_rivals(
+    own: Mapping[Any, float],
+    by_arm: Mapping[str, Mapping[int, float]],
+    rivals: Iterable[str],
+    spread: Callable[[str], float],
+) -> list[str]:
+    """The rivals that scores are below and above by the rule for differences, with the gap to each; "none" without any."""
+    gaps = {name: differ(own, by_arm[name], spread(name)) for name in rivals if name in by_arm}
+    return [
+        ", ".join(f"`{name}` ({gap:+.2f})" for name, gap in gaps.items() if sign * gap > 0) or "none"
+        for sign in (-1, 1)
+    ]
 
 
 def again(rows: Sequence[Row], results: Mapping[str, Any], chosen: str) -> str:
@@ -449,12 +458,8 @@ def next_rule(rows: Sequence[Row], results: Mapping[str, Any], weighted: Collect
         fell = f"{sum(falls[cell, 'auto', seed] for seed in by_arm['auto'])} of {len(own)}"
         half = "cap1" if cell in weighted else "cap3_unweighted"
         own |= {f"archive {seed}": score for seed, score in archived.get(cell, {}).get(half, {}).items()}
-        rivals = [name for name in RIVALS if name in by_arm and name != half]
-        gaps = {name: differ(own, by_arm[name], spread(cell, "auto", name)) for name in rivals}
-        against = [
-            ", ".join(f"`{name}` ({gap:+.2f})" for name, gap in gaps.items() if sign * gap > 0) or "none"
-            for sign in (-1, 1)
-        ]
+        rivals = [name for name in RIVALS if name != half]
+        against = against_rivals(own, by_arm, rivals, partial(spread, cell, "auto"))
         others = [
             f"{counted(by_arm[name])}{' †' if name in trained else ''}" if name in by_arm else "" for name in names
         ]
