@@ -360,6 +360,13 @@ def messages_about(log: str, **fields) -> list[str]:
     return lines
 
 
+def test_the_example_without_trl_prints_what_the_page_says(capsys):
+    _, section = (ROOT / "docs/custom.md").read_text().split("## Without TRL")
+    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", section, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == printed
+
+
 def test_the_tutorial_quotes_what_its_commands_print(capsys):
     """
     Each line of its outputs is in a recorded run, without the columns of times, or is what a command or the monitor says

@@ -170,7 +170,8 @@ class CorrectsBatches(_Host):
                 mode, under the current one in bypass mode.
             batch (`dict`):
                 TRL's batch, with `sampling_per_token_logps`, the log-probabilities of the sampler, `(B, T)` in nats,
-                and `advantages`, `(B,)` or `(B, T)`.
+                `advantages`, `(B,)` or `(B, T)`, and if the age is known `rollout_corr_fresh`, `(B,)`, which is true
+                for completions of the newest weights.
 
         Returns:
             [`~trl_rollout_corr.correction.compute.RolloutCorrection`]: weights and rejected tokens.
