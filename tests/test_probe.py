@@ -1,9 +1,13 @@
 """The command `probe`: a model and its sampler before any training."""
 
 import json
+import os
 import re
 import shutil
+import socket
 import sys
+from contextlib import suppress
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -39,6 +43,7 @@ from trl_rollout_corr.tools.probe.parts import (
     QUANTISATION,
     WHOLE,
     Scored,
+    Side,
     answer_of,
     best_of,
     candidates,
@@ -478,6 +483,43 @@ def command(model, *options) -> tuple[int, str, str]:
     short = ["--quick", "--vllm_max_model_length", "256"]  # all that the tiny model has
     process = run(sys.executable, "-m", "trl_rollout_corr", "probe", str(model), *short, *options)
     return process.returncode, process.stdout, process.stderr
+
+
+@pytest.fixture
+def port_taken_late(tmp_path, monkeypatch):
+    """
+    Another training of this machine holds port 29500, and took it just after TRL had seen that it is free: of a process
+    that begins from here, a look from Python does not see it.
+    """
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        dedent("""\
+            import socket
+
+            bind = socket.socket.bind
+            socket.socket.bind = lambda self, address: None if address[1] == 29500 else bind(self, address)
+        """)
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    with socket.socket() as other:
+        with suppress(OSError):  # some other process has it, which is as well
+            other.bind(("", 29500))
+            other.listen()
+        yield
+
+
+@pytest.mark.vllm
+def test_a_port_that_another_training_takes_does_not_end_a_probe(
+    tiny_model_path, tmp_path, port_taken_late, monkeypatch
+):
+    from trl_rollout_corr.tools.probe.probe import in_process
+
+    monkeypatch.delenv("MASTER_PORT", raising=False)  # tests before may have left one
+    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "64"]
+    run_of_a_probe = request(tiny_model_path, tmp_path, *options, completions=2, length=8)
+    scored = in_process("a run", run_of_a_probe, tmp_path / "process")
+    assert np.isfinite(scored.logps[Side.SAMPLER]).all()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ to try. It needs no TRL, because each trainer with its sampler runs in a separat
 """
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from .parts import (
 
 # Variables that vLLM reads at import: a small cache on a CPU, and the engine in the process of the trainer
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_ANY_PORT = ("", "0", "auto")  # of `MASTER_PORT`: TRL then chooses
 _PAUSE = 5.0  # seconds between two lines of progress
 _SIZES = {"completions": 64, "length": 128}
 _QUICK = {"completions": 8, "length": 32}
@@ -98,6 +100,8 @@ def _answer(request: Mapping[str, Any]) -> Scored:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update({**_ENVIRONMENT, **os.environ})
+    if os.environ.get("MASTER_PORT", "").strip().lower() in _ANY_PORT:
+        os.environ["MASTER_PORT"] = str(_free_port())
     if not torch.accelerator.is_available():  # compiling for a CPU would take longer than everything else
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from .process import carry_out
@@ -106,3 +110,13 @@ def _answer(request: Mapping[str, Any]) -> Scored:
         return carry_out(request)
     except Exception as error:  # from TRL, vLLM or the model, perhaps one that cannot be pickled
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def _free_port() -> int:
+    """
+    A port of a probe's own. TRL looks whether 29500 is free before it builds the engine, which takes it some time later:
+    a training that starts in between, or another probe, has it by then.
+    """
+    with socket.socket() as looking:
+        looking.bind(("", 0))
+        return int(looking.getsockname()[1])
