@@ -215,6 +215,7 @@ RULED = (
     "twice",
     "excess",
     "slack",
+    "quarter",
     "reshape",
     "mixture",
     "m2po",

@@ -118,7 +118,17 @@ def slack(seen: Seen) -> torch.Tensor:
     A rule that needs no age: `cap1`, but the weight of a bad token begins to fall only where its ratio has halved, which
     rounding hardly does.
     """
-    bad = (2 * seen.d.exp()).clamp(max=1.0)
+    return _less_for_bad(seen, 2.0)
+
+
+def quarter(seen: Seen) -> torch.Tensor:
+    """`slack`, whose weights begin to fall where a ratio has become a quarter."""
+    return _less_for_bad(seen, 4.0)
+
+
+def _less_for_bad(seen: Seen, times: float) -> torch.Tensor:
+    """Good tokens have the weight 1, and bad ones so many times their ratio, at most 1."""
+    bad = (times * seen.d.exp()).clamp(max=1.0)
     return torch.where(seen.positive, 1.0, bad) * within_tv(seen) * (seen.d.exp() >= FLOOR)
 
 
@@ -155,7 +165,7 @@ def vexact(seen: Seen) -> torch.Tensor:
     return seen.d.exp().clamp(max=2.0) * (seen.d.sum(1, keepdim=True) >= math.log(FLOOR))
 
 
-CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack)}
+CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter)}
 CONTROLS = {rule.__name__: rule for rule in (reshape, mixture, m2po, vexact)}
 RULES: dict[str, Rule] = {"ipo": ipo, "region": region, **CANDIDATES, **CONTROLS}
 
