@@ -19,19 +19,25 @@ RATES = {"slower": 2e-5, "slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # What may be wrong with a sampler beside its age. Every second completion has a token that no answer has: the sampler reports
 # that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push. Or each
 # weight of the sampler differs by a fixed share of itself, drawn once from a normal distribution of this standard deviation.
-# Or no push arrives, and the sampler says that all do.
+# Or no push arrives, and the sampler says that all do. Or the share is twice as large; or the first half of each batch is
+# written by the newest weights; or the sampler is old and says that it is not.
 FAULTS: dict[str, dict[str, Any]] = {
     "garbage": {"garbage": 0.5},
     "fp8": {"quantization": "fp8_per_channel"},
     "noise": {"noise": NOISE},
     "lost": {"lost": True},
+    "loud": {"noise": 2 * NOISE},
+    "mixed": {"mixed": True},
+    "silent": {"announced": False},
 }
-# Other ways to train: with several updates per generation, without an adapter where others have one, and with more steps
+# Other ways to train: with several updates per generation, without an adapter where others have one, with more steps, and
+# with a sampler that says how old it is where others do not
 WAYS: dict[str, dict[str, Any]] = {
     "several": {"steps_per_generation": 4, "num_iterations": 2},
     "all_weights": {},
     "long": {},
     "mid": {},
+    "announced": {},
 }
 
 
@@ -113,7 +119,8 @@ class Run:
     @property
     def sampler(self) -> dict[str, Any]:
         """What is wrong with the sampler. Some do not say how old they are, see `announces`."""
-        lag = {"lag": self.at.rung.lag, "announced": announces(self.cell.task)} if self.at.rung.lag else {}
+        announced = announces(self.cell.task) or self.cell.way == "announced"
+        lag = {"lag": self.at.rung.lag, "announced": announced} if self.at.rung.lag else {}
         return {**lag, **FAULTS.get(self.at.fault, {})}
 
     @property
@@ -291,6 +298,7 @@ CUT_TASKS = ["paused_sort", "paused_unpack"]  # some answers are cut
 TUNED_TASKS = ["merge", "tag_unzip", "totals", "folded"]  # rates are tuned
 FOURTH_TASKS = [*CUT_TASKS, *TUNED_TASKS]
 FIFTH_TASKS = ["zigzag", "pack"]  # new ones, for a rule that decides by itself
+SIXTH_TASKS = ["tally", "tag_runs"]  # new ones, for gaps and ages that no rule was chosen by
 
 
 def announces(task: str) -> bool:
@@ -594,6 +602,38 @@ def one_rule_judging() -> list[Run]:
     ]
 
 
+def unseen() -> list[Run]:
+    """E8: gaps and ages that no rule was chosen by, in two tasks that were in no comparison."""
+    plain, tagged = SIXTH_TASKS
+    arms = ["on_policy", *NEW_ARMS[:5], "auto"]
+    cells = [
+        *(Cell(task, Rung(0, "fast"), fault="loud", way="mid") for task in SIXTH_TASKS),
+        Cell(plain, FAST_8, fault="mixed"),
+        Cell(tagged, FASTER_8, fault="mixed"),
+        Cell(plain, FAST_8, fault="silent"),
+        Cell(tagged, FASTER_8, fault="silent"),
+        Cell(plain, Rung(16, "faster")),
+        Cell(tagged, FASTER_8),
+    ]
+    return lengthened(
+        [
+            run
+            for seed in SEEDS
+            for cell in cells
+            for run in runs_of([cell], [*arms, *(["cap1"] if cell.fault == "silent" else [])], [seed])
+        ]
+    )
+
+
+def announced() -> list[Run]:
+    """`auto` with the pretrained model and a sampler that is old, and says so."""
+    cells = [
+        Cell(TAGGED_LANGUAGE, FASTER_8, way="announced"),
+        Cell(TAGGED_LANGUAGE, FASTER_4, fault="fp8", way="announced"),
+    ]
+    return shorter([run for cell in cells for run in runs_of([cell], ["auto"], SEEDS)])
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -610,5 +650,7 @@ STAGES = {
         fresh_8_bits,
         one_rule_tuning,
         one_rule_judging,
+        unseen,
+        announced,
     )
 }

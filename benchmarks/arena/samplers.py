@@ -10,6 +10,8 @@ import quickstart
 import torch
 from tasks import GARBAGE
 
+from trl_rollout_corr.trainers.keys import ROLLOUT_STEP
+
 
 NEVER = 10**6  # steps
 
@@ -22,17 +24,26 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> None:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`]):
             The trainer, changed in place.
         faults (`dict`):
-            `lag` in optimizer steps, and whether it is `announced`; `noise` on weights; `lost`, if no push arrives and none is
-            missed; `garbage` as share of completions.
+            `lag` in optimizer steps, and whether it is `announced`; `mixed`, if the first half of a batch is written by the
+            newest weights; `noise` on weights; `lost`, if no push arrives and none is missed; `garbage` as share of
+            completions.
     """
     if "noise" in faults:
         Noise(trainer, faults["noise"])
-    if faults.get("lag"):
+    if faults.get("mixed"):
+        MixedLag(trainer, faults["lag"])
+    elif faults.get("lag"):
         (quickstart.Lag if faults["announced"] else SilentLag)(trainer, faults["lag"])
     if faults.get("lost"):
         SilentLag(trainer, NEVER)
     if "garbage" in faults:
         Garbage(trainer, faults["garbage"])
+
+
+def record(trainer: Any, prompts: list, logprobs: list):
+    """Give the trainer the log-probabilities of a whole batch, unless it is TRL's own. RLOO takes them from here only."""
+    if hasattr(trainer, "_record_logprobs"):
+        trainer._record_logprobs([[ranked[0] for ranked in row] for row in logprobs], prompts)
 
 
 class SilentLag(quickstart.Lag):
@@ -41,6 +52,43 @@ class SilentLag(quickstart.Lag):
     def __call__(self):
         yield from super().__call__()
         self.trainer.rollout_step = self.trainer.state.global_step
+
+
+class MixedLag(quickstart.Lag):
+    """A sampler that writes the first half of a batch with the newest weights, and the other half with those of before."""
+
+    def __init__(self, trainer: Any, steps: int):
+        super().__init__(trainer, steps)
+        self.behind = False
+        generation = trainer.vllm_generation
+        self.generate, generation.generate = generation.generate, self.generate_halves
+        self.score, trainer._generate_and_score_completions = trainer._generate_and_score_completions, self.score_halves
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self.behind:
+            for _ in super().__call__():  # keeps the newest weights
+                pass
+            self.trainer.rollout_step = self.trainer.state.global_step
+        yield from self.history[0 if self.behind else -1][1]
+
+    def generate_halves(self, prompts: list, images: list | None, num_generations: int, **kwargs: Any) -> tuple:
+        half = len(prompts) // 2
+        first = self.generate(prompts[:half], None, num_generations, **kwargs)
+        self.behind = True
+        try:
+            self.trainer.vllm_generation.sync_weights()
+        finally:
+            self.behind = False
+        second = self.generate(prompts[half:], None, num_generations, **kwargs)
+        prompts, completions, logprobs, *rest = (a and [*a, *b] for a, b in zip(first, second, strict=True))
+        record(self.trainer, prompts, logprobs)
+        return (prompts, completions, logprobs, *rest)
+
+    def score_halves(self, inputs: Any) -> dict[str, Any]:
+        batch = self.score(inputs)
+        if ROLLOUT_STEP in batch:  # not TRL's own trainer
+            batch[ROLLOUT_STEP][len(batch[ROLLOUT_STEP]) // 2 :] = self.history[0][0]
+        return batch
 
 
 class Noise:
@@ -95,8 +143,7 @@ class Garbage:
     def generate_broken(self, *args, **kwargs):
         prompts, completions, logprobs, *rest = self.generate(*args, **kwargs)
         completions, logprobs = self.broken(prompts, completions, logprobs)
-        if hasattr(self.trainer, "_record_logprobs"):  # not TRL's own trainer; RLOO takes them from the sampler only
-            self.trainer._record_logprobs([[ranked[0] for ranked in row] for row in logprobs], prompts)
+        record(self.trainer, prompts, logprobs)
         return (prompts, completions, logprobs, *rest)
 
     def broken(self, prompts: list, completions: list, logprobs: list) -> tuple[list, list]:

@@ -411,7 +411,30 @@ FIFTH = {
     )
 }
 
-TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH}
+# New ones, for gaps and ages that no rule was chosen by --------------------------------------------------------------
+
+
+def tally(dice: random.Random) -> tuple[str, str]:
+    """Fourteen of seven letters: the answer has those that occur, in the order of the alphabet, each behind its number."""
+    letters = draw(dice, LETTERS[:7], 14)
+    return letters, "".join(f"{min(letters.count(letter), 9)}{letter}" for letter in sorted(set(letters)))
+
+
+def tag_runs(dice: random.Random) -> tuple[str, str]:
+    """Eighteen digits, of which each run of equal ones is written once."""
+    digits = draw(dice, string.digits[:3], 18)
+    return digits, digits[0] + "".join(b for a, b in zip(digits, digits[1:], strict=False) if a != b)
+
+
+SIXTH = {
+    task.name: task
+    for task in (
+        Task("tally", string.digits + LETTERS[:7], tally, 0.05, 14, 14, warm_steps=1100),
+        tag_task("tag_runs", string.digits[:3], tag_runs, 0.04, 18, 18, warm_steps=900, tied=True),
+    )
+}
+
+TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH, **SIXTH}
 
 
 # Models -------------------------------------------------------------------------------------------------------------------
