@@ -155,7 +155,7 @@ TOOLS = {
         "rescore",
         "push_checks",
     ],
-    "tools.probe": ["parts", "process", "probe"],
+    "tools.probe": ["parts", "set_up", "process", "probe"],
     "tools.analysis": ["run", "recompute", "spread", "compare"],
     "tools.report": [
         "token_tables",
@@ -217,6 +217,7 @@ MAY_IMPORT_TRL = (
     "tools.dump.writing",
     "tools.monitor.callback",
     "tools.probe.process",
+    "tools.probe.set_up",
     "tools.engine_checks",
     "tools.quantised_engine",
     "tools.replay.choices",

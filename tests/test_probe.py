@@ -289,7 +289,7 @@ def request(model, folder, *options, **fields):
 
 
 def test_a_run_that_a_probe_cannot_split_is_refused(tiny_model_path, tmp_path):
-    from trl_rollout_corr.tools.probe.process import read_request
+    from trl_rollout_corr.tools.probe.set_up import read_request
 
     with pytest.raises(ValueError, match="`use_vllm` is False"):
         read_request(request(tiny_model_path, tmp_path, "--use_vllm", "false"))
@@ -378,7 +378,7 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     """As far as its first batch goes."""
-    from trl_rollout_corr.tools.probe.process import read_request, shortened
+    from trl_rollout_corr.tools.probe.set_up import read_request, shortened
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     colocate = ["--vllm_mode", "colocate"] if recipe == "grpo/server.yaml" else []
@@ -395,7 +395,7 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
     "ignore:.rollout_engine_kwargs. changes"
 )  # a setting of which nobody knows whether it matters
 def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
-    from trl_rollout_corr.tools.probe.process import read_request, shortened
+    from trl_rollout_corr.tools.probe.set_up import read_request, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
     _, args, _ = read_request(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
@@ -566,7 +566,7 @@ def saying_yes(tmp_path, monkeypatch):
 
 def test_code_of_a_model_is_trusted_as_the_recipe_says(model_with_code, tiny_model_path, tmp_path, saying_yes):
     from trl_rollout_corr.tools.probe.process import build as build_probe
-    from trl_rollout_corr.tools.probe.process import read_request
+    from trl_rollout_corr.tools.probe.set_up import read_request
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("use_vllm: true\ntrust_remote_code: false\n")
