@@ -10,6 +10,7 @@ fused tensor, and each expert, must then have the values that were sent.
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,6 +76,39 @@ def packed_columns(layer: Any) -> torch.Tensor:
     units[torch.arange(len(columns)), columns] = 1
     with torch.no_grad():
         return torch.as_tensor(layer.cpu_linear(units, weight, None))
+
+
+def packed_experts(experts: Any, packed: torch.Tensor, *, gates: bool) -> torch.Tensor | None:
+    """
+    The same columns, `(E, R, 4)`, of weights packed for a CPU kernel, `(E, R', C')`, or a part of them in 4 columns of
+    each expert; `None` if the order is unknown. `experts` is vLLM's object that has packed them, and that first adds zeros
+    to the intermediate size: columns, or, with `gates`, rows behind each half.
+    """
+    _, height, width = packed.shape
+    padded = height // 2 if gates else width
+    kept = int(experts.moe_config.intermediate_size_per_partition)
+    columns = _some(torch.arange(width if gates else kept))
+    places = _places_of_packed(height, width, packed.dtype, experts.isa)
+    if places is None:
+        return None
+    found = packed.flatten(1)[:, places[:, columns]]
+    return torch.cat([half[:, :kept] for half in found.split(padded, 1)], 1) if gates else found
+
+
+@lru_cache(maxsize=8)
+def _places_of_packed(height: int, width: int, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
+    """
+    Where a packed matrix has each element, `(height, width)`, which vLLM's packing of the places themselves shows, one
+    byte at a time, as a type of 16 bits has no larger ones; `None` if it does more than order them.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    place = torch.arange(height * width).view(1, height, width)
+    packed = torch.zeros(height * width, dtype=torch.int64)
+    for low in range(0, (height * width).bit_length(), 8):
+        byte = ((place >> low) & 255).to(dtype)
+        packed += cpu_prepack_moe_weight(byte, isa).flatten().long() << low
+    return packed.argsort().view(height, width) if torch.equal(packed.sort().values, place.flatten()) else None
 
 
 def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[str, Any]:
@@ -143,12 +177,23 @@ def _columns_held(layer: Any, name: str, names: list[str], rows: torch.Tensor) -
     """
     if (known := getattr(layer, "org_vocab_size", None)) and rows.dim() == 2:
         rows = rows[:known]  # vLLM adds rows to a vocabulary
-    few = _some(rows) if rows.dim() > 1 else rows
+    few = _few(layer, name, rows)
     columns = {name: few, **{f"{name}[{part}]": some for part, some in _parts(layer, names, few).items()}}
     if few.dim() == 3:  # experts, (E, R, 4)
         half = few.shape[1] // 2
         columns |= {f"{name}[:]": few, f"{name}[:0]": few[:, :half], f"{name}[:1]": few[:, half:]}
     return columns
+
+
+def _few(layer: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """A few columns of a tensor with the rows of its weight, or all of it if it is a vector."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    experts = getattr(getattr(kernel, "impl", None), "fused_experts", None)
+    if rows.dim() == 3 and hasattr(experts, "isa") and not getattr(experts, "_use_zentorch", False):
+        found = packed_experts(experts, rows, gates=name.endswith("w13_weight"))
+        if found is not None:
+            return found
+    return _some(rows) if rows.dim() > 1 else rows
 
 
 def _values(in_vllm: dict[str, str | None], columns: dict[str, torch.Tensor]) -> dict[str, int]:

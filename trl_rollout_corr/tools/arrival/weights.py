@@ -40,7 +40,8 @@ class WeightCheck:
     [`WeightCheck.judge`] raises an error.
 
     Where the sampler has held exactly what was sent, and that was no constant, a part of a fused tensor or an expert
-    among them, it must hold it after later pushes as well. Otherwise the weight counts as one that did not arrive.
+    among them, it must hold it after later pushes as well. Otherwise the weight counts as one that did not arrive. A
+    message names weights that it has never held like that.
 
     In a tensor that the sampler quantises, an update below a step of its grid changes no bit. So such a tensor never
     counts as a failed push; [`WeightCheck.unmoved`] gives the share of quantised tensors that did not change.
@@ -61,7 +62,7 @@ class WeightCheck:
         self._exact: set[str] = set()  # weights that the sampler keeps as they are sent
         self._failed: int | None = None  # number of the last push that did not arrive
         self._still = self._all_unmoved = 0
-        self._told_unread = self._told_unreadable = False
+        self._told_unread = self._told_unreadable = self._told_unseen = False
         self._packed: list[str] = []  # weights of the latest push in a type without fingerprints
         # Share of the quantised tensors that did not change at the last push; `None` if unknown
         self.unmoved: float | None = None
@@ -104,6 +105,7 @@ class WeightCheck:
         if before is None or announced:
             self._failed, self._still = None, 0
             return
+        self._tell_unseen(now)
         self._judge_trainer(before, now, step)
         self._judge_quantised(before, now, step)
         missing = self._missing(before, now)
@@ -151,6 +153,27 @@ class WeightCheck:
                 f"with those that vLLM holds, because they are stored in a form that cannot be read ({listed}). {SEE}"
             )
         return weights
+
+    def _tell_unseen(self, now: Push) -> None:
+        """Say once of which weights no value is compared, because the sampler keeps no layout that can be read."""
+        if self._told_unseen or not now.held:
+            return
+        self._told_unseen = True
+        seen_whole = [
+            name
+            for name in now.varied - self._exact
+            if (place := self._places.get(name)) and self._quantised.isdisjoint(place)
+        ]
+        if seen_whole:
+            listed = ", ".join(f"`{name}`" for name in sorted(seen_whole)[:3]) + (
+                ", ..." if len(seen_whole) > 3 else ""
+            )
+            notify(
+                f"{len(seen_whole)} of the {len(now.sent)} weights that are pushed are compared with those that vLLM "
+                f"holds at most as whole tensors ({listed}), because vLLM splits them over ranks, keeps them in a layout "
+                "of its own, or had other values from the first push on. The comparison does not see a part of them that "
+                f"does not arrive, such as one expert; `fresh_k3_kl` would grow. {SEE}"
+            )
 
     def trained(self) -> int:
         """Fingerprint of the trained parameters, or of this rank's part of them."""
