@@ -62,7 +62,10 @@ class MixedLag(quickstart.Lag):
         self.behind = False
         generation = trainer.vllm_generation
         self.generate, generation.generate = generation.generate, self.generate_halves
-        self.score, trainer._generate_and_score_completions = trainer._generate_and_score_completions, self.score_halves
+        self.score, trainer._generate_and_score_completions = (
+            trainer._generate_and_score_completions,
+            self.score_halves,
+        )
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not self.behind:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -423,7 +423,7 @@ def tally(dice: random.Random) -> tuple[str, str]:
 def tag_runs(dice: random.Random) -> tuple[str, str]:
     """Eighteen digits, of which each run of equal ones is written once."""
     digits = draw(dice, string.digits[:3], 18)
-    return digits, digits[0] + "".join(b for a, b in zip(digits, digits[1:], strict=False) if a != b)
+    return digits, digits[0] + "".join(b for a, b in pairwise(digits) if a != b)
 
 
 SIXTH = {
