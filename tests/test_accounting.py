@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.dumps import read_dump
 from tests.launching import ROOT
-from tests.tiny import StaleSampler, prompts
+from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
@@ -344,3 +345,57 @@ def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, t
     trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**fields, "output_dir": str(tmp_path)})
     losses(trainer)
     assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
+
+
+def asking_vllm(prompts, trainer):
+    """A `rollout_func` that samples with the trainer's vLLM, as TRL's documents do."""
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    params = SamplingParams(max_tokens=8, logprobs=0)
+    outputs = trainer.vllm_generation.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params)
+    texts = [output.outputs[0] for output in outputs]
+    logprobs = [[ranked[token].logprob for token, ranked in zip(x.token_ids, x.logprobs, strict=True)] for x in texts]
+    return {"prompt_ids": prompt_ids, "completion_ids": [list(x.token_ids) for x in texts], "logprobs": logprobs}
+
+
+def asking_trl(prompts, trainer):
+    """The same by way of TRL."""
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    _, completion_ids, logprobs, _ = trainer.vllm_generation.generate(prompt_ids, None, 1)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": [[ranked[0] for ranked in row] for row in logprobs],
+    }
+
+
+def announcing(prompts, trainer):
+    """A sampler of its own that says how old its weights are."""
+    trainer.rollout_step = 0
+    return StaleSampler(trainer.model.name_or_path)(prompts, trainer)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("sample", "ages"),
+    [
+        (asking_vllm, [0, 0, 0]),
+        (asking_trl, [0, 0, 0]),
+        (announcing, [0, 1, 2]),
+        # TRL pushes weights before each step to a vLLM that has not written these completions
+        (lambda prompts, trainer: StaleSampler(trainer.model.name_or_path)(prompts, trainer), None),
+    ],
+    ids=["vllm", "trl", "announced", "its own"],
+)
+def test_a_push_tells_the_age_only_of_a_function_that_asks_the_vllm_of_the_push(
+    shared_engine, tiny_model_path, tmp_path, sample, ages
+):
+    trainer_class, config_class = TRAINERS["grpo"]
+    fields = config_fields(
+        tmp_path, use_vllm=True, vllm_mode="colocate", max_steps=3, vllm_max_model_length=64, rollout_correction="auto",
+    )  # fmt: skip
+    args = config_class(**{**fields, "output_dir": str(tmp_path)})
+    trainer = trainer_class(tiny_model_path, length_reward, args, train_dataset=prompts(), rollout_func=sample)
+    losses(trainer)
+    stale = [None] * 3 if ages is None else [float(age > 0) for age in ages]
+    assert [entry.get("staleness_mean") for entry in entries(trainer)] == (ages or [None] * 3)
+    assert [entry.get("stale_fraction") for entry in entries(trainer)] == stale

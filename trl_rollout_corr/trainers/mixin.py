@@ -64,8 +64,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     Attributes:
         rollout_step (`int`, *optional*):
-            Optimizer step of the sampler's weights. A push to vLLM sets it. A `rollout_func` or a sampler with other
-            weights must set it to the step of its weights.
+            Optimizer step of the sampler's weights. A push to vLLM sets it, and with a `rollout_func` a push whose
+            vLLM the function asks for completions. A function or a sampler with other weights must set it to the step
+            of its weights. Where it is `None`, the age of the completions is unknown.
     """
 
     _anchor_key: str

@@ -6,7 +6,8 @@ It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as i
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -154,7 +155,9 @@ class PushesToVLLM(Pushes):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        if getattr(trainer, "rollout_func", None) is not None:
+        self._of_function = getattr(trainer, "rollout_func", None) is not None
+        self._pushed: int | None = None  # optimizer step of the latest push
+        if self._of_function:
             self.doubt = "Completions come from `rollout_func`, which may use another sampler."
         if trainer.use_vllm:
             generation = trainer.vllm_generation
@@ -166,7 +169,9 @@ class PushesToVLLM(Pushes):
         """Push weights with TRL's `sync_weights`, or through vLLM's reload where that fails."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
         before = trainer.rollout_step
-        trainer.rollout_step = trainer.state.global_step  # a sampler with older weights sets it during the push
+        self._pushed = trainer.state.global_step
+        # a sampler with older weights sets it during the push, and a function may ask another sampler
+        trainer.rollout_step = None if self._of_function else self._pushed
         try:
             with (
                 self.checking(),
@@ -178,6 +183,33 @@ class PushesToVLLM(Pushes):
         except BaseException:
             trainer.rollout_step = before
             raise
+
+    @contextmanager
+    def noting_requests(self) -> Iterator[None]:
+        """
+        Context of a `rollout_func`. TRL pushes before it, whatever it samples with, so the step of the push is that of
+        its sampler only if the function asks the trainer's vLLM for completions, and announces no other.
+        """
+        with ExitStack() as stack:
+            for sampler, name in self._ways_to_ask():
+                stack.enter_context(patch.object(sampler, name, self._noted(getattr(sampler, name))))
+            yield
+
+    def _ways_to_ask(self) -> list[tuple[Any, str]]:
+        """Objects and their methods that ask the trainer's vLLM for completions on this rank."""
+        generation = self.trainer.vllm_generation
+        engines = (getattr(generation, name, None) for name in ("llm", "vllm_client"))
+        asked = [(engine, name) for engine in engines for name in ("generate", "chat") if hasattr(engine, name)]
+        return [(generation, "generate"), *asked]
+
+    def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(ask)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if self.trainer.rollout_step is None:
+                self.trainer.rollout_step = self._pushed
+            return ask(*args, **kwargs)
+
+        return asked
 
     def _sent(self, weights: Weights) -> Weights:
         """Weights that TRL still has to send."""
