@@ -377,7 +377,7 @@ def test_a_run_logs_how_far_its_weights_may_move(tiny_model_path, tmp_path):
     dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "logging_steps": 1, "learning_rate": 1e-5}
     trainer, _ = train(tiny_model_path, tmp_path, **dumped)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    assert read_tokens(tmp_path / "dump").movement == pytest.approx(rates[1], rel=1e-6)
+    assert read_tokens(tmp_path / "dump").log.movement == pytest.approx(rates[1], rel=1e-6)
     assert rates[1] > 0
 
 
@@ -472,7 +472,7 @@ def test_weights_that_are_never_pushed_are_in_doubt_unless_it_was_seen(maker, ri
         (seen, {"quantization": "fp8"}, "possible"),  # updates that a sampler rounds away add up
         (seen, half, "possible"),
     ):
-        observed.scored_again, observed.about = scores, about
+        observed.log, observed.about = dataclasses.replace(observed.log, scored_again=scores), about
         finding = diagnose(observed).findings[0]
         assert (finding.name, sure(finding)) == ("never_pushed", word)
 

@@ -317,7 +317,7 @@ def test_a_token_far_apart_keeps_the_numbers_finite(make, far, tmp_path):
     assert len(fresh) == len(age) == 2
     assert all(1e20 < x < 1e30 for x in fresh)
     assert all(map(math.isfinite, age))
-    assert len(read_tokens(tmp_path / "dump").scored_again) == 2
+    assert len(read_tokens(tmp_path / "dump").log.scored_again) == 2
 
 
 @pytest.mark.vllm

@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Answers:
                 if old:  # as a dump that nobody asked for a diagnosis of
                     observed.about = {}
                     observed.again[:] = np.nan
-                    observed.scored_again = []
+                    observed.log = replace(observed.log, scored_again=[])
                 self.add(dump.parent.name, diagnose(observed))
 
     def add(self, fault: str, diagnosis: Diagnosis):

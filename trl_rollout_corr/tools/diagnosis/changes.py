@@ -117,7 +117,7 @@ def _level(size: np.ndarray, step: np.ndarray) -> bool:
 def _pace(o: DumpedTokens, jump: Jump) -> float:
     """How much larger the learning rate is after a jump of the gap, if it changes in the same direction; else 0."""
     last = int(o.step[jump.alike & (o.step < jump.step)].max())
-    ratio = o.pace(jump.step) / o.pace(last - int(max(jump.age, 0)) - 1)  # NaN if unknown
+    ratio = o.log.pace(jump.step) / o.log.pace(last - int(max(jump.age, 0)) - 1)  # NaN if unknown
     return float(ratio) if ratio > 0 and np.log(ratio) * np.sign(jump.rise) > np.log(_LEVEL) else 0.0
 
 

@@ -117,4 +117,4 @@ def keeps_growing(o: DumpedTokens) -> bool:
 
 def stands_still(o: DumpedTokens) -> bool:
     """True if the learning rates in the log are too small for any change of the trainer's weights."""
-    return o.movement <= _STILL  # False for NaN
+    return o.log.movement <= _STILL  # False for NaN

@@ -1,6 +1,7 @@
 """Tokens of a dump for a diagnosis: their log-ratio, and everything that it could depend on."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,17 +40,52 @@ class Parts(NamedTuple):
         return np.asarray(np.bincount(self.of_token, weights=values) / self.tokens)
 
 
+@dataclass(frozen=True)
+class LogFacts:
+    """
+    What the log of a run says about the tokens of its dump.
+
+    Args:
+        movement (`float`, *optional*, defaults to NaN):
+            Sum of the learning rates of the optimizer steps between the first sequence and the last; NaN if unknown.
+        quiet (`bool`, *optional*, defaults to `False`):
+            Whether the log shows no alarm and only small gaps.
+        harmed (`bool`, *optional*, defaults to `False`):
+            Whether it shows an alarm that a correction concerns, or the run lost much of its gradient.
+        scored_again (`Sequence[tuple[int, float, float]]`, *optional*):
+            Step, `fresh_k3_kl` and `age_k3_kl` of each score after a push.
+        texts_off (`tuple[float, float]`, *optional*):
+            Of the latest of them, how many completions have all of the gap, and how many were scored.
+        entropy (`Mapping[int, float]`, *optional*):
+            Entropy of the trainer by optimizer step, in nats per token.
+        rates (`Sequence[tuple[int, float]]`, *optional*):
+            Step and learning rate of each entry of the log, which covers the steps since the entry before it.
+    """
+
+    movement: float = float("nan")
+    quiet: bool = False
+    harmed: bool = False
+    scored_again: Sequence[tuple[int, float, float]] = ()
+    texts_off: tuple[float, float] | None = None
+    entropy: Mapping[int, float] = field(default_factory=dict)
+    rates: Sequence[tuple[int, float]] = ()
+
+    @property
+    def of_a_part(self) -> "LogFacts":
+        """The same for a part of the tokens, without what was measured on all of them."""
+        return LogFacts(movement=self.movement, quiet=self.quiet, rates=self.rates)
+
+    def pace(self, step: int) -> float:
+        """Learning rate of an optimizer step, before the first one that of the first; NaN if it is 0 or unknown."""
+        return next((rate or np.nan for until, rate in self.rates if until >= step), np.nan)
+
+
 class DumpedTokens:
     """
     Tokens of the sequences that represent a batch: tokens of the loss with a log-probability of both policies.
     `settings` are the ones in effect, `None` if unknown. `fields` are what the run wrote of its configuration, with
-    fields of TRL, and `about` are facts about it. `movement` is the sum of the learning rates of the optimizer steps
-    between the first sequence and the last. `quiet` says that the log of the run shows no alarm and only small gaps.
-    `scored_again` lists the step, `fresh_k3_kl` and `age_k3_kl` of each score after a push, and `texts_off` says of
-    the latest one how many completions have all of the gap, and how many were scored. `entropy` is the trainer's by
-    optimizer step, in nats per token. `rates` lists the step and the learning rate of each entry of the log, which
-    covers the steps since the entry before it. There are `N` tokens and `B` sequences; unknown values are NaN or
-    `None`.
+    fields of TRL, `about` are facts about it, and `log` is what its log says. There are `N` tokens and `B` sequences;
+    unknown values are NaN or `None`.
     """
 
     def __init__(
@@ -58,18 +94,9 @@ class DumpedTokens:
         settings: Settings | None,
         fields: Mapping[str, object],
         about: Mapping[str, str],
-        movement: float = float("nan"),
-        *,
-        quiet: bool = False,
-        harmed: bool = False,
-        scored_again: Sequence[tuple[int, float, float]] = (),
-        texts_off: tuple[float, float] | None = None,
-        entropy: Mapping[int, float] | None = None,
-        rates: Sequence[tuple[int, float]] = (),
+        log: LogFacts | None = None,
     ):
-        self.settings, self.fields, self.about, self.harmed = settings, fields, about, harmed
-        self.movement, self.quiet, self.scored_again = movement, quiet, scored_again
-        self.entropy, self.rates, self.texts_off = entropy or {}, rates, texts_off
+        self.settings, self.fields, self.about, self.log = settings, fields, about, log or LogFacts()
         self._sequences, counted = sequences, sequences.counted
         self.n_tokens = int((sequences.mask & sequences.represents[sequences.row]).sum())  # of the loss
         # For each token, `(N,)`: index of its sequence, log-probabilities of both sides, and the log-ratio in nats
@@ -103,19 +130,7 @@ class DumpedTokens:
         the dump. What was measured on all of them, the scores after pushes and the entropy, is left out.
         """
         part = self._sequences.only(rows, None if tokens is None else self._place[tokens])
-        return DumpedTokens(
-            part,
-            self.settings,
-            self.fields,
-            self.about,
-            self.movement,
-            quiet=self.quiet,
-            rates=self.rates,
-        )
-
-    def pace(self, step: int) -> float:
-        """Learning rate of an optimizer step, before the first one that of the first; NaN if it is 0 or unknown."""
-        return next((rate or np.nan for until, rate in self.rates if until >= step), np.nan)
+        return DumpedTokens(part, self.settings, self.fields, self.about, self.log.of_a_part)
 
     @property
     def quantised(self) -> bool:
@@ -244,7 +259,7 @@ class DumpedTokens:
         """
         if self.settings is not None and self.settings.rollout_support is not None:
             return None
-        entropy = np.array([self.entropy.get(int(step), np.nan) for step in self.step])
+        entropy = np.array([self.log.entropy.get(int(step), np.nan) for step in self.step])
         rows = np.isfinite(entropy) & (self.lengths > 0)
         if rows.sum() < 2:
             return None

@@ -20,7 +20,7 @@ from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
 from ..monitor.stock import value_of
-from .observed import DumpedTokens
+from .observed import DumpedTokens, LogFacts
 from .ranking import diagnose
 
 
@@ -63,12 +63,8 @@ def observe_dump(dump: Dump) -> DumpedTokens:
     scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
     rates = sorted(_logged(log, "learning_rate"))
     asks = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms)
-    return DumpedTokens(
-        dump.sequences,
-        settings,
-        dump.settings,
-        dump.about,
-        _movement(rates, steps),
+    facts = LogFacts(
+        movement=_movement(rates, steps),
         quiet=is_small(log) and not alarms,
         harmed=asks or _loses_gradient(dump, settings),
         scored_again=_logged(until, f"{PREFIX}fresh_k3_kl", f"{PREFIX}age_k3_kl"),
@@ -76,6 +72,7 @@ def observe_dump(dump: Dump) -> DumpedTokens:
         entropy=_entropy(log, steps),
         rates=rates,
     )
+    return DumpedTokens(dump.sequences, settings, dump.settings, dump.about, facts)
 
 
 def decision_of(dump: Dump) -> Decision:
@@ -84,7 +81,7 @@ def decision_of(dump: Dump) -> Decision:
     try:
         return diagnose(tokens).decision
     except ValueError:  # too few tokens
-        return decide(tokens.settings, tokens.fields, gap=gap_of(tokens.size), is_harmed=tokens.harmed)
+        return decide(tokens.settings, tokens.fields, gap=gap_of(tokens.size), is_harmed=tokens.log.harmed)
 
 
 # What the dump and the log say about the run -------------------------------------------------------------------------

@@ -189,10 +189,10 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         settings=o.settings,
         fields=o.fields,
         coarser=o.coarser,
-        quiet=o.quiet,
+        quiet=o.log.quiet,
         where=parts,
         surprise=o.surprise,
-        harmed=o.harmed,
+        harmed=o.log.harmed,
         about=o.about,
     )
 

@@ -55,11 +55,11 @@ def scored_pushes(o: DumpedTokens) -> ScoredPushes:
     Whether weights arrive, by the scores after the latest pushes. With equal weights the two sides are as far apart as
     after the first push; if they are further apart, the push was lost if the sampler stands still.
     """
-    if len(o.scored_again) < 2 or not o.k3:
+    if len(o.log.scored_again) < 2 or not o.k3:
         return ScoredPushes("unknown")
-    usual = max(min(fresh for _, fresh, _ in o.scored_again), _SAME)
-    step, fresh, age = o.scored_again[-1]
-    if max(fresh for _, fresh, _ in o.scored_again[1:]) < NONE * o.k3:
+    usual = max(min(fresh for _, fresh, _ in o.log.scored_again), _SAME)
+    step, fresh, age = o.log.scored_again[-1]
+    if max(fresh for _, fresh, _ in o.log.scored_again[1:]) < NONE * o.k3:
         # what happened after the latest score was not observed
         arrived = k3_of_rows(o, o.step <= step) > HALF * o.k3
         return ScoredPushes("arrive" if arrived else "unknown", step, fresh, age)
@@ -67,7 +67,7 @@ def scored_pushes(o: DumpedTokens) -> ScoredPushes:
         return ScoredPushes("unknown")
     if only_some_texts(o):
         return ScoredPushes("some", step, fresh, age)
-    _, noise, other_noise = o.scored_again[0]  # of the kernels: right after the first push nothing has moved
+    _, noise, other_noise = o.log.scored_again[0]  # of the kernels: right after the first push nothing has moved
     still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
     return ScoredPushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
 
@@ -77,7 +77,9 @@ _FEWEST = 4  # completions that were scored, of which some may have the gap and 
 
 def only_some_texts(o: DumpedTokens) -> bool:
     """True if at most half of the completions that were scored after the latest push have all of the gap."""
-    return o.texts_off is not None and o.texts_off[1] >= _FEWEST and 2 * o.texts_off[0] <= o.texts_off[1]
+    return (
+        o.log.texts_off is not None and o.log.texts_off[1] >= _FEWEST and 2 * o.log.texts_off[0] <= o.log.texts_off[1]
+    )
 
 
 def k3_of_rows(o: DumpedTokens, rows: np.ndarray) -> float:
@@ -91,7 +93,7 @@ def with_equal_weights(o: DumpedTokens) -> float:
     Share of the gap (`k3_kl`) that existed after the first push of the run, before any update; NaN if no completions
     were scored again then.
     """
-    first = next(iter(o.scored_again), None)
+    first = next(iter(o.log.scored_again), None)
     return (first[1] + np.nan_to_num(first[2])) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
 
 
@@ -100,7 +102,7 @@ def falls_behind(o: DumpedTokens) -> bool:
     True if `fresh_k3_kl` grows faster than the sampler moves (`age_k3_kl`), as it does without end if weights do not
     arrive. With samples that are older than announced, both follow the pace of training.
     """
-    paces = [fresh / age for _, fresh, age in o.scored_again[1:] if age > _SAME / 10]
+    paces = [fresh / age for _, fresh, age in o.log.scored_again[1:] if age > _SAME / 10]
     return len(paces) > 1 and paces[-1] > _FASTER * paces[-2] and keeps_growing(o)
 
 
@@ -113,8 +115,8 @@ def beside_equal_weights(
     rate changes there (`paced`), a sampler that lags would show the same, but it would have moved as well.
     """
     size, after = k3_of_rows(o, large), bool(large[o.step >= step].any())
-    here = [(fresh, age) for at, fresh, age in o.scored_again if (at >= step) == after]
-    there = [fresh for at, fresh, _ in o.scored_again if (at >= step) != after]
+    here = [(fresh, age) for at, fresh, age in o.log.scored_again if (at >= step) == after]
+    there = [fresh for at, fresh, _ in o.log.scored_again if (at >= step) != after]
     if not here:
         return "unknown"
     if max(fresh for fresh, _ in here) < NONE * size:
@@ -157,7 +159,7 @@ def _would_show_a_step(o: DumpedTokens, seen: ScoredPushes) -> bool:
     True if `age_k3_kl` would show a sampler that takes a part of each update. The gap of `n` updates is up to `n^2`
     times as large as the one of a single update.
     """
-    return seen.age < seen.fresh / max(seen.step - o.scored_again[0][0], 1) ** 2
+    return seen.age < seen.fresh / max(seen.step - o.log.scored_again[0][0], 1) ** 2
 
 
 def pushed_in_part(o: DumpedTokens) -> Evidence | None:
@@ -212,4 +214,4 @@ def standing_still(o: DumpedTokens) -> Evidence | None:
         "rates of these steps add up to {movement}, so that the trainer's weights stand still"
     )
     evidence = growing(o, o.step.astype(float), sentence)
-    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.movement})
+    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.log.movement})

@@ -100,9 +100,9 @@ _OBSERVED = 10.0  # statistic of completions that were seen to have the gap
 def _some_scored_again(o: DumpedTokens) -> Evidence | None:
     """Evidence from the completions that were scored again after a push, if only some of them show the gap."""
     seen = scored_pushes(o)
-    if seen.arrival != "some" or o.texts_off is None:
+    if seen.arrival != "some" or o.log.texts_off is None:
         return None
-    off, scored = o.texts_off
+    off, scored = o.log.texts_off
     sentence = (
         "{off} of the {scored} completions that were scored once more after the push of step {at} have all of the gap "
         "(`fresh_k3_kl` is {fresh}), so that the push arrived where the others were scored"
