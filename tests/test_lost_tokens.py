@@ -93,12 +93,15 @@ def full(settings):
 # A few texts --------------------------------------------------------------------------------------------------------------
 
 
-def planted(folder, *, advantage, train, rollout, each=1, rows=40, sampled=True, settings=None):
-    """A dump without corrections, but for the rejected tag in some completions, `each` times, and single other tokens."""
+def planted(folder, *, advantage, train, rollout, each=1, rows=40, sampled=True, settings=None, age=2):
+    """
+    A dump without corrections, but for the rejected tag in some completions, `each` times, and single other tokens. All
+    completions are of weights of this age.
+    """
     content = read_dump(make_dump(folder / "made", steps=1, rows=rows, broken=0, tools=False, worst=0, sampled=rows))
     for number, row in enumerate(content.rows):
         n = len(row["tokens"])
-        row |= {"advantage": advantage, "sampled": sampled, "worst": not sampled}
+        row |= {"advantage": advantage, "sampled": sampled, "worst": not sampled, "staleness": age}
         row |= {"keep": [True] * n, "coefficients": [1.0] * n, "weights": [1.0] * n}
         tags = [*range(each)] if number < 36 else []
         for i in [*tags, *([n - 1] if number % 4 == 0 else [])]:
@@ -121,6 +124,18 @@ def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
         "push the model weights to the sampler more often."
     ) in banner
     assert "A dump cannot tell" in banner
+
+
+@pytest.mark.parametrize("age", [0, None])
+def test_no_push_is_advised_where_the_weights_were_equal(tmp_path, age):
+    """Then the two sides compute the tokens differently. Where the age is unknown, a push may help."""
+    folder = planted(tmp_path, advantage=0.7, train=0.8, rollout=0.6, age=age)
+    banner = Page(write(folder, tmp_path / "report.html")).text.partition("Diagnosis")[0]
+    assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
+    equal = "is 0.6 under the sampler and 0.8 under the trainer, although both had the same weights, so that no push"
+    assert (equal in banner) == (age == 0)
+    for other in ("newer model weights", "more often", "raise the bound"):
+        assert (other in banner) == (age is None)
 
 
 def test_the_bound_of_the_sign_is_named(tmp_path):

@@ -74,6 +74,7 @@ class LostTable(NamedTuple):
     tokens: int  # of this sign
     completions: int  # with a rejected token
     rows: list[LostText]
+    fresh: bool = False  # True if all of these completions are known to be of the trainer's weights
 
 
 class Lost(NamedTuple):
@@ -175,7 +176,8 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
         example = example._replace(text=example.text or f"#{text.Index}")
         share, occurs = text.times / len(places), np.count_nonzero(all_ids == text.Index) / len(all_ids)
         rows.append(LostText(example, text.times, text.completions, share, occurs, text.train, text.rollout))
-    return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows)
+    fresh = bool((sequences.staleness[tokens["row"].to_numpy()] < 1).all())  # False if one is unknown
+    return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows, fresh)
 
 
 # Texts that cause most rejections ------------------------------------------------------------------------------------
@@ -215,7 +217,14 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
         "completions)."
     ]
     moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
-    if (train > rollout) == positive:
+    if (train > rollout) == positive and table.fresh:
+        parts.append(
+            f"Their mean probability is {number(rollout, 2)} under the sampler and {number(train, 2)} under the trainer, "
+            "although both had the same weights, so that no push changes it: the two compute these tokens differently, "
+            "and the correction does not push them further. Look for the cause with `trl-rollout-corr diagnose` before "
+            "you change a bound."
+        )
+    elif (train > rollout) == positive:
         parts.append(
             f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
             "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows "
