@@ -218,6 +218,14 @@ def test_a_run_says_once_how_old_its_sampler_is_and_what_follows(tmp_path, tiny_
     ]
 
 
+def test_a_window_of_several_ages_says_so(tmp_path, tiny_model_path, capfd):
+    """One of three steps is stale, so that most tokens have the weight 1, and not all of them."""
+    announced(tiny_model_path, tmp_path, 0, 0, 8, logging_steps=3).train()
+    (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
+    assert "were the newest for some completions" in told
+    assert "whose tokens are weighted (`stale_fraction` is 0.33)" in told
+
+
 def test_a_run_says_that_it_does_not_know_how_old_its_sampler_is(tmp_path, tiny_model_path, capfd):
     announced(tiny_model_path, tmp_path, None).train()
     (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
