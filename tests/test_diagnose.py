@@ -662,7 +662,19 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     observed.about = {**observed.about, "quantization": "fp8_per_channel"}
     assert [(x.name, sure(x)) for x in diagnose(observed).findings] == [("quantised", "certain")]
     observed.settings = RolloutCorrectionConfig().settings
-    assert headline(diagnose(observed)) == "Expected: a quantised sampler, and the run corrects for it"
+    observed.staleness = np.zeros(len(observed.staleness))
+    expected = "Expected: a quantised sampler, and "
+    assert (
+        headline(diagnose(observed))
+        == f"{expected}with fresh weights the run only leaves out what is beyond its bounds"
+    )
+    observed.settings = RolloutCorrectionConfig(rollout_correction="auto", rollout_rs=None).settings
+    assert headline(diagnose(observed)) == f"{expected}with fresh weights nothing corrects for it"
+    observed.settings = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_stale_only=False).settings
+    assert headline(diagnose(observed)) == f"{expected}the run corrects for it"
+    observed.settings = RolloutCorrectionConfig().settings
+    of_unknown_age = diagnose(observed)._replace(fresh=False)
+    assert headline(of_unknown_age) == f"{expected}the run corrects for it"
     grown = read_tokens(maker.output / "int8_weights" / "906")
     grown.about, grown.settings = observed.about, observed.settings
     grown.rollout = grown.rollout - 1.0 * (grown.step[grown.row] > 1)  # it grows: not the quantisation alone

@@ -699,6 +699,24 @@ def test_entries_without_our_metrics_are_passed_over():
         examine(history())
 
 
+@pytest.mark.parametrize(
+    ("fields", "ages", "said"),
+    [
+        ({}, FRESH, "with fresh weights the run only leaves out what is beyond its bounds."),
+        ({"rollout_correction": "auto", "rollout_rs": None}, FRESH, "with fresh weights nothing corrects for it."),
+        ({"rollout_is_stale_only": False}, FRESH, "the run corrects for it."),
+        ({}, {"staleness_max": 2.0}, "the run corrects for it."),
+        ({}, {}, "the run corrects for it."),  # an unknown age counts as old
+    ],
+)
+def test_weights_that_act_on_old_samples_correct_no_gap_of_fresh_ones(fields, ages, said):
+    window = {**CORRECTED, "k3_kl": 0.05, "kl": 0.05, **ages}
+    alarms = examine(history(*[window] * 9), config(**fields))
+    assert [alarm.seen for alarm in alarms if alarm.bound == "k3_corrected"] == [
+        f"`k3_kl` is 0.05, above 0.03, and {said}"
+    ]
+
+
 @pytest.mark.parametrize("value", [math.nan, None, "broken", True])
 def test_values_that_are_no_numbers_are_passed_over(value):
     windows = [{**dict.fromkeys(CORRECTED, value), "nonfinite_fraction": 0.0}] * 30

@@ -110,6 +110,7 @@ class Diagnosis(NamedTuple):
     surprise: tuple[float, float, float] | None = None  # mean of -log p, entropy, and error; `None` if unknown
     harmed: bool = False  # the run shows an alarm that a correction concerns, or lost much of its gradient
     about: Mapping[str, str] = {}  # what the run wrote of its model and its engine
+    fresh: bool = False  # all samples are known to be of the trainer's weights
 
     @property
     def corrects(self) -> bool:
@@ -194,6 +195,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         surprise=o.surprise,
         harmed=o.log.harmed,
         about=o.about,
+        fresh=bool(len(o.staleness) and (o.staleness < 1).all()),  # False if an age is unknown
     )
 
 

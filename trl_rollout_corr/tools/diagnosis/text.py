@@ -9,6 +9,7 @@ from typing import Any
 from ...messages import capitalized, uncapitalized
 from ..decision import as_document, in_words
 from ..formats import number, percent, yaml_lines
+from ..monitor.texts import corrects_fresh
 from .evidence import FLOOR, LARGE
 from .other_causes import OTHER_CAUSES
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
@@ -34,9 +35,16 @@ def headline(diagnosis: Diagnosis) -> str:
     if diagnosis.expected:
         oldest = first.evidence.numbers.get("oldest")
         title = f"the sampler is up to {oldest:.0f} optimizer steps old" if oldest else first.cause.title
-        return f"Expected: {title}, and {'the run corrects for it' if diagnosis.corrects else 'the gap is small'}"
+        return f"Expected: {title}, and {_done_about_it(diagnosis)}"
     kind = "Healthy" if diagnosis.healthy else "Possible" if sure(first) == "possible" else "Found"
     return f"{kind}: {first.cause.title}"
+
+
+def _done_about_it(diagnosis: Diagnosis) -> str:
+    settings = diagnosis.settings
+    if settings is not None and settings.weighs_stale_only and diagnosis.fresh:
+        return corrects_fresh(settings)
+    return "the run corrects for it" if diagnosis.corrects else "the gap is small"
 
 
 def detail(diagnosis: Diagnosis) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from string import Formatter
 
+from ...settings.resolve import Settings
 from ..decision import decide, in_words
 from .windows import Window
 
@@ -72,6 +73,7 @@ _UNCUT = (
     "returns the same."
 )
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
+_CORRECTS = "the run corrects for it"
 _NO_TOKENS = {
     "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, even one that "
     "a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
@@ -146,6 +148,20 @@ def _by_origin(texts: Mapping[str, str], window: Window) -> str:
     return texts[origin(window)].format(**numbers)
 
 
+def _corrects(window: Window) -> str:
+    """What the run does about a gap."""
+    if window.settings is None:
+        return _UNKNOWN
+    return corrects_fresh(window.settings) if window.settings.weighs_stale_only and window.is_young else _CORRECTS
+
+
+def corrects_fresh(settings: Settings) -> str:
+    """What a run whose importance weights act on older samples alone does about a gap of fresh ones."""
+    if settings.criteria:
+        return "with fresh weights the run only leaves out what is beyond its bounds"
+    return "with fresh weights nothing corrects for it"
+
+
 def _uncorrected(window: Window) -> str:
     return _by_origin(_UNCORRECTED_LARGE if _gap(window) > LARGE_K3 else _UNCORRECTED, window)
 
@@ -202,7 +218,7 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "gave": _gave,
     "diagnose": lambda window: _DIAGNOSE[window.settings is not None and window.settings.rollout_diagnose],
     "cut": _cut,
-    "corrects": lambda window: _UNKNOWN if window.settings is None else "the run corrects for it",
+    "corrects": _corrects,
     "find": lambda window: _FIND,
     "began": _began,
     "no_tokens": _no_tokens,
