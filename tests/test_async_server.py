@@ -63,9 +63,12 @@ def chat_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> str:
-    """Digits are the answers: with so many completions, some are right by chance."""
+    """
+    No answer has a number, so that a completion without one is right. Many are, and many are not, from the first step on: a
+    run learns at each step, whatever the server samples.
+    """
     folder = tmp_path_factory.mktemp("questions")
-    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}in:"}], "answer": f"#### {i % 10}"} for i in range(64)]
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}in:"}], "answer": "none"} for i in range(64)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
 
@@ -127,10 +130,11 @@ def test_an_adapter_that_the_server_would_scale_wrongly_is_refused(chat_model, t
 def test_weights_reach_the_server(example, chat_model, tmp_path, recipe):
     """
     All of them, or an adapter: in the end it samples with another policy than at the start, one close to the trainer's. The
-    last updates, which a stale sample misses, are small: the learning rate falls to 0.
+    last updates, which a stale sample misses, are small: the learning rate falls to 0 as a cosine does.
     """
     command, port = example
     options = ["--queue_maxsize", "32", "--max_inflight_tasks", "32", "--max_staleness", "2", "--max_steps", "16"]
+    options += ["--lr_scheduler_type", "cosine"]
     options += ["--rollout_dump_dir", str(tmp_path / "dump"), "--logging_steps", "1"]
     options += ["--learning_rate", "1e-3"] if recipe == "lora" else ["--weights_folder", str(tmp_path / "weights")]
     output_of(*command(recipe, *options), **SERVER)
