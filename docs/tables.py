@@ -29,7 +29,7 @@ from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
-from trl_rollout_corr.tools.monitor.texts import LOOK_AT_PUSH, OF_PUSH
+from trl_rollout_corr.tools.monitor.texts import APART, LOOK_AT_PUSH, OF_PUSH
 
 
 RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmarks/arena/alarms.py` writes it
@@ -46,6 +46,7 @@ IN_SHORT = {
     "cut": "If answers are cut, raise `max_completion_length`; otherwise look at some completions and their rewards.",
     "correct": "[Set the correction](#the-correction-to-set).",
     "fell": "The weights shrink with length, even if nothing is wrong: each is the product of its tokens' ratios.",
+    "apart": APART,
     "find": "[Find the cause](run.md#diagnose).",
     "began": ", and ... at the start",
     "length": " of ... tokens on average",

@@ -301,6 +301,18 @@ def test_weights_above_the_cap_are_not_said_to_shrink():
     assert "shrink with length" not in str(alarm)
 
 
+@pytest.mark.parametrize(
+    ("fields", "by_length"),
+    [({}, False), ({"rollout_correction": "decoupled_token_is"}, False), ({"rollout_is": "turn"}, True), (None, True)],
+)
+def test_weights_of_tokens_do_not_shrink_with_length(fields, by_length):
+    settings = None if fields is None else config(**fields)
+    alarms = examine(history(*[{**CORRECTED, "rollout_is_mean": 0.4}] * 10), settings)
+    [why] = [alarm.why for alarm in alarms if alarm.bound == "weight_mean_low"]
+    assert why.startswith("Sampler and trainer are far apart")
+    assert ("shrink with length" in why) == by_length
+
+
 def test_fresh_weights_are_not_advised_to_be_fresher():
     window = {**CORRECTED, **FRESH, "rollout_is_mean": 0.4}
     [alarm] = [x for x in examine(history(*[window] * 10), config()) if x.bound == "weight_mean_low"]

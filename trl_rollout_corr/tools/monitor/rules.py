@@ -251,7 +251,7 @@ RULES = [
             "name": "weight_mean_low",
             "limit": 0.5,
             "below": True,
-            "why": "Sampler and trainer are far apart, or weights of whole completions shrink with length.",
+            "why": "{apart}",
             "advice": "{correct}",
         },
         {

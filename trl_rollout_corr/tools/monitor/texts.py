@@ -85,6 +85,7 @@ _NO_TOKENS = {
 # Mean weight of completions at the start above which length alone does not explain a low one now
 _NEAR_1 = 0.9
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios"
+APART = "Sampler and trainer are far apart, or weights of whole completions shrink with length."
 _EXCEEDS = (
     "The sampler finds the completions less likely than the trainer does: most weights exceed the upper bound, where "
     "the correction drops them."
@@ -130,6 +131,12 @@ def _fell(window: Window) -> str:
     if high > (window.get("rollout_is_ratio_fraction_low") or 0.0) and window.bounding and window.bounding.drops:
         return _EXCEEDS
     return _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS
+
+
+def _apart(window: Window) -> str:
+    """Why the mean weight is low; the weight of a single token does not depend on the length."""
+    of_tokens = window.bounding is not None and window.bounding.level == "token"
+    return "Sampler and trainer are far apart." if of_tokens else APART
 
 
 def _cut(window: Window) -> str:
@@ -213,6 +220,7 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "correct": lambda window: in_words(decide(window.settings, window.fields, is_harmed=True)),
     "length": _length,
     "fell": _fell,
+    "apart": _apart,
     "uncorrected": _uncorrected,
     "corrected": _corrected,
     "gave": _gave,
