@@ -212,6 +212,17 @@ def test_what_the_trainer_would_refuse_is_a_mistake(check, text, message):
 
 
 @pytest.mark.parametrize(
+    ("scheme", "rounds_experts_alone"),
+    [("int8_per_channel_weight_only", True), ("nvfp4_per_token", True), ("fp8_per_channel", False), ("fp8", False)],
+)
+def test_a_scheme_for_experts_alone_says_that_a_dense_model_is_not_rounded(check, scheme, rounds_experts_alone):
+    code, report = check(f"use_vllm: true\nrollout_engine_kwargs: {{quantization: {scheme}}}\n")
+    assert code == 0
+    said = ["In a model without experts it rounds nothing" in remark for remark in report["remarks"]]
+    assert said == [True] * rounds_experts_alone
+
+
+@pytest.mark.parametrize(
     ("text", "system"),
     [
         ("actor_rollout_ref: {rollout: {n: 8}}\ndata: {train_batch_size: 8}\n", "verl"),

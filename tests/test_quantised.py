@@ -227,7 +227,9 @@ def test_another_error_is_not_called_a_missing_kernel(make, monkeypatch, judges)
 
 def test_a_scheme_that_changes_no_layer_says_so(make, caplog):
     make(rollout_engine_kwargs={**QUANTISED["rollout_engine_kwargs"], "quantization": "int8_per_channel_weight_only"})
-    assert [message for message in messages(caplog) if "has no effect: vLLM rounds no layer" in message]
+    (said,) = [message for message in messages(caplog) if "has no effect: vLLM rounds no layer" in message]
+    assert "'fp8_per_channel'" in said
+    assert "'nvfp4_per_token'" not in said  # for experts alone, too
 
 
 @pytest.mark.slow  # vLLM has to be new: it prepares for experts, or does not, once per process

@@ -147,6 +147,7 @@ def _check_settings(
     if config is not None and trainer != "async_grpo":
         mistakes += _refused_by_trainer(config, settings)
         remarks += _warned_about_sampler(config, trainer, given="use_vllm" in settings)
+        remarks += _rounding_of_experts(config.rollout_engine_kwargs or {})
     mistakes = [*of_keys, *(with_line(mistake, places) for mistake in mistakes)]
     if as_json:
         report = {"file": path, "trainer": trainer, "mistakes": mistakes, "remarks": remarks, "correction": correction}
@@ -239,6 +240,20 @@ def _warned_about_sampler(config: Any, trainer: str, *, given: bool) -> list[str
     return [
         f"`use_vllm` {state}. Then there are no log-probabilities of a sampler, and the trainer refuses to start, "
         f"unless your script sets it{unless}. Add `use_vllm: true`."
+    ]
+
+
+def _rounding_of_experts(kwargs: Mapping[str, Any]) -> list[str]:
+    """A sentence about a scheme that rounds experts alone: the file does not tell whether the model has any."""
+    from .engine_checks import schemes_of_experts
+
+    scheme = kwargs.get("quantization")
+    if scheme not in schemes_of_experts():
+        return []
+    return [
+        f"`rollout_engine_kwargs` sets `quantization: {scheme}`, by which vLLM rounds experts alone. In a model without "
+        "experts it rounds nothing, and the run samples in the type of the model. vLLM has no scheme that rounds a dense "
+        "model to int8 while it loads the weights: use an FP8 scheme (`trl-rollout-corr docs models#which-scheme`)."
     ]
 
 

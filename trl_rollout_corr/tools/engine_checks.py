@@ -119,6 +119,15 @@ def known_schemes() -> list[str] | None:
         return None
 
 
+def schemes_of_experts() -> list[str]:
+    """Schemes by which the installed vLLM rounds experts while it loads them, and no other layer."""
+    try:
+        from vllm.config.quantization import _ONLINE_SHORTHANDS as parts
+    except Exception:  # as in `known_schemes`
+        return []
+    return [name for name, part in parts.items() if part.linear is None and part.moe is not None]
+
+
 def known_values(name: str) -> list[str] | None:
     """Values that the installed vLLM lists for an argument; `None` if it takes others or does not tell."""
     try:

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from trl.generation import vllm_generation
 
 from ..messages import nearest, notify
+from .engine_checks import schemes_of_experts
 
 
 # Layers that keep their type: routers of experts and vision towers. Heads and embeddings keep it in
@@ -48,9 +49,10 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
     if layers:
         notify(f"{_named(scheme)}: vLLM rounds {layers}. All other layers keep their type.")
     elif summaries is not None:  # vLLM before 0.30 does not tell
+        of_experts = [scheme, *schemes_of_experts()]
         notify(
             f"{_named(scheme)}, which has no effect: vLLM rounds no layer of this model. "
-            f"Set another of {', '.join(map(repr, schemes()))}, or remove it."
+            f"Set another of {', '.join(repr(x) for x in schemes() if x not in of_experts)}, or remove it."
         )
     return llm
 
