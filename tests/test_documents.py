@@ -40,8 +40,8 @@ def test_a_page_reads_well():
 
 
 def test_a_section_ends_where_the_next_begins():
-    text = document("debugging#weights-do-not-arrive")
-    assert text.startswith("### Weights do not arrive\n")
+    text = document("pushes#weights-do-not-arrive")
+    assert text.startswith("## Weights do not arrive\n")
     assert len(re.findall("^#+ ", text, re.MULTILINE)) == 1
     assert document("debugging.md#the-gap").count("\n### ") > 5  # a file name will do
     assert document("docs/debugging.md") == document("debugging")
@@ -58,7 +58,7 @@ def test_comments_in_code_are_no_sections():
 def test_a_misspelt_name_gets_the_nearest(capsys):
     assert main(["docs", "debuging"]) == 2
     assert "Did you mean 'debugging'?" in capsys.readouterr().err
-    assert main(["docs", "debugging#weights-dont-arrive"]) == 2
+    assert main(["docs", "pushes#weights-dont-arrive"]) == 2
     assert "Did you mean 'weights-do-not-arrive'?" in capsys.readouterr().err
     assert main(["docs", "run#zzz"]) == 2
     assert "Its sections are look-at-a-run, a-run-without-a-dump, dump," in capsys.readouterr().err
@@ -114,19 +114,67 @@ def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typ
     assert "<!--" not in said
 
 
+@pytest.mark.parametrize(
+    ("typed", "section"),
+    [
+        ("wandb collapsed", "run#a-run-without-a-dump"),
+        ("collapsed at 700, all I have is W&B", "run#a-run-without-a-dump"),
+        ("vision model", "models#images"),
+        ("my own loss", "custom#a-loss-of-your-own"),
+        ("loss_type of my own", "custom#a-loss-of-your-own"),
+        ("seq-mean-k1", "fields#names-of-criteria"),
+        ("Qwen3-30B-A3B what to set", "models#a-large-mixture-of-experts"),
+        ("lora rank 16", "models#adapters"),
+        ("ESS 0.2", "alarms#effective_sample_size"),
+        ("low effective sample size", "alarms#effective_sample_size"),
+        ("RLOO 8k", "trl#long-completions"),
+        ("async max_staleness 4", "asynchronous#asynchronous"),
+        ("dr grpo epsilon_high 0.28", "trl#dapo-dr-grpo-and-gspo"),
+        ("k3_kl 0.009 and stays", "debugging#the-gap-is-0009-and-stays"),
+        ("k3_kl 0.03 at step 1", "debugging#a-large-gap-at-the-first-step"),
+        ("num_iterations 4", "debugging#is-my-sampler-stale"),
+        ("TRL 1.10 pinned", "processes#releases"),
+        ("server on another node", "processes#several-machines"),
+        ("32 GPUs with FSDP2", "processes#several-machines"),
+        ("how do I sample in int8?", "models#8-bit-samplers"),
+        ("mask truncated completions", "debugging#answers-are-cut"),
+        ("agent with tools and environment tokens", "asynchronous#agents"),
+        ("what do I do with a rollout_func", "asynchronous#agents"),
+        ("how old is my sampler", "debugging#is-my-sampler-stale"),
+        ("keep TRL's loss", "trl#keep-your-loss-rollout_correction-trl"),
+    ],
+)
+def test_a_question_finds_its_section(typed, section):
+    assert f"docs {section}\n\n#" in document(typed)
+
+
+def test_the_best_section_comes_first_and_others_are_listed():
+    text = document("weights that do not arrive")
+    assert text.startswith("docs pushes#weights-do-not-arrive\n\n## Weights do not arrive\n")
+    printed = re.findall(r"^docs \S+\n\n#", text, re.MULTILINE)
+    listed = re.findall(r"^docs (\S+)\n    ", text, re.MULTILINE)
+    assert len(printed) <= 2
+    assert "causes#never_pushed" in listed
+    assert len(listed) <= 8
+
+
 def test_a_word_is_sought_at_the_beginning_of_words():
     assert "docs alarms#staleness\n" not in document("ess")  # "ess" is in "staleness"
     assert document("max_staleness").startswith("docs asynchronous#asynchronous\n")
     assert "docs alarms#effective_sample_size\n" in document("ective_sample_s")  # no word begins like this
 
 
-@pytest.mark.parametrize("typed", ["k3_kl 0.0317", "k3_kl > 31.7%", "k3_kl 3.17e-2", "k3_kl >0.0317"])
-def test_a_number_that_no_page_contains_hides_no_section(typed, capsys):
+@pytest.mark.parametrize(
+    ("typed", "unknown"),
+    [("k3_kl 0.0317", "0.0317"), ("k3_kl > 31.7%", "31.7"), ("k3_kl 3.17e-2", "3.17e-2"), ("k3_kl >0.0317", "0.0317"),
+     ("qwertz k3_kl", "qwertz")],
+)  # fmt: skip
+def test_a_word_or_number_that_no_page_contains_hides_no_section(typed, unknown, capsys):
     assert main(["docs", *typed.split()]) in (None, 0)
     note, found = capsys.readouterr().out.split("\n\n", 1)
-    assert note == f"No document contains `{typed}`. Without the numbers:"
+    assert note == f"No document contains `{unknown}`. Without it:"
     assert found == document("k3_kl")
-    assert "Without the numbers" not in document("0.005")  # which pages contain
+    assert "Without" not in document("0.005").partition("\n")[0]  # which pages contain
     with pytest.raises(SelfContainedError, match="no document has this name or contains it"):
         document("0.98765 1234.5")
 
@@ -148,7 +196,7 @@ def strings(path: Path) -> Iterator[str]:
 
 def test_words_of_messages_that_the_page_quotes_are_in_a_message():
     """Rows of `Find the words of your message`: half of their groups of three words are in one string of the package."""
-    page = (ROOT / "docs/debugging.md").read_text()
+    page = (ROOT / "docs/pushes.md").read_text()
     tables = re.findall(r"^\| words of the message .*\n((?:\|.*\n)+)", page, re.MULTILINE)
     quotes = re.findall(r"^\| \*(.+?)\*", "".join(tables), re.MULTILINE)
     assert len(quotes) >= 10
@@ -216,5 +264,5 @@ def test_documents_are_in_what_is_installed(built, tmp_path, kind):
         ).stdout
 
     assert f"Files: {folder}" in call()
-    assert call("debugging#weights-do-not-arrive") == document("debugging#weights-do-not-arrive")
+    assert call("pushes#weights-do-not-arrive") == document("pushes#weights-do-not-arrive")
     assert len(call().splitlines()) == len(pages()) + 3

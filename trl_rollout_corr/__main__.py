@@ -109,14 +109,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "docs",
-        help="print a document, or find words in all of them, or list them",
-        description="Print a document or one of its sections. For any other words, print the sections whose heading "
-        "or keywords contain them, and list the others. Without a name, list all documents.",
+        help="print a document, or what answers a question in all of them, or list them",
+        description="Print a document or one of its sections. For any other words, print the one or two sections that "
+        "answer them best, and list others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",
         nargs="*",
-        help="a document such as debugging, a section such as alarms#k3_high, or words",
+        help="a document such as debugging, a section such as alarms#k3_high, or a question in words",
     )
     command.set_defaults(run=_docs, subject="name")
 

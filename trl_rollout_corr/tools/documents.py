@@ -2,20 +2,21 @@
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
 from ..messages import SelfContainedError, nearest
+from .document_search import Index, PageSection, question_words, words_of
 from .recipes import source
 
 
-_PRINTED = 5  # up to this many sections with a word are printed, more are listed
+# Sections that a search prints, from a score of this share of the best one, and lists below them
+_PRINTED, _ALMOST_BEST = 2, 0.7
+_LISTED, _WORTH_LISTING = 8, 0.1
 # Words that a reader types, below the heading of a section with other words: `<!-- keywords: wandb, dashboard -->`
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
-
-# A number, such as `0.03` or `>3e-2`, or a sign of comparison alone
-_NUMBER = re.compile(r"[<>=~+-]+|[<>=~+-]*(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d+)?%?")
 
 
 def folder() -> Path:
@@ -30,8 +31,8 @@ def pages() -> dict[str, Path]:
 
 def document(name: str | None = None) -> str:
     """
-    Text of a page, of a section (`page#section`), or of sections that contain another word; by default a list of all
-    pages.
+    Text of a page, of a section (`page#section`), or of the sections that answer other words best; by default a list of
+    all pages.
     """
     paths = pages()
     if name is None:
@@ -41,11 +42,8 @@ def document(name: str | None = None) -> str:
     if page in paths:
         text = _text(paths[page])
         return _section(text, page, section) if section else text
-    if not section and (found := _containing(name, paths)):
+    if not section and not _misspells_a_page(name, paths) and (found := _found(name, paths)):
         return found
-    words = [word for word in name.split() if not _NUMBER.fullmatch(word)]
-    if words and words != name.split():  # a number of a run is on no page
-        return f"No document contains `{name}`. Without the numbers:\n\n{document(' '.join(words))}"
     raise SelfContainedError(
         f"`docs {name}`: no document has this name{'' if section else ' or contains it'}.{nearest(page, paths)} "
         "`trl-rollout-corr docs` lists them."
@@ -61,43 +59,53 @@ def _without_comments(text: str) -> str:
     return re.sub(r"(?<=\n)<!--.*?-->\n+|<!--.*?-->", "", text, flags=re.DOTALL)
 
 
-def _containing(word: str, paths: dict[str, Path]) -> str:
-    """
-    The sections in which a word has its beginning, or if there is none, in which a word contains it ("ess" is in
-    "staleness"), or in which all words begin in one line ("own loss" finds "A loss of your own").
-    """
-    words = [re.escape(part) for part in word.split()]
-    within = r"\W+".join(words)  # "dr grpo" finds "Dr. GRPO"
-    in_one_line = "^" + "".join(rf"(?=.*(?<!\w){part})" for part in words)
-    return _matching(rf"(?<!\w){within}", paths) or _matching(within, paths) or _matching(in_one_line, paths)
+def _misspells_a_page(name: str, paths: dict[str, Path]) -> bool:
+    """True for `debuging`; a word of a document is none."""
+    if not get_close_matches(name, paths, cutoff=0.9):
+        return False
+    return not any(name.lower() in words_of(path.read_text(encoding="utf-8")) for path in paths.values())
 
 
-def _matching(pattern: str, paths: dict[str, Path]) -> str:
-    """
-    The sections with a pattern in their heading or keywords, or all sections with it if they are few, and the first
-    line of each other one.
-    """
-    contains = re.compile(pattern, re.IGNORECASE).search
-    found: dict[str, tuple[list[str], list[str]]] = {}  # lines of a section, and its lines with the word
-    named = []  # sections with the word in their heading or keywords
+def _found(question: str, paths: dict[str, Path]) -> str:
+    """The sections that answer a question best, and the first fitting line of others; empty if no word is known."""
+    index = Index(_searched(paths))
+    found, unknown = index.search(question)
+    if not found:
+        return ""
+    best = found[0][1]
+    printed = [section for section, score in found[:_PRINTED] if score >= _ALMOST_BEST * best]
+    listed = [section for section, score in found if score >= _WORTH_LISTING * best and section not in printed]
+    words = {other for word in question_words(question) for other in index.known(word)}
+    without = f"Without {'it' if len(unknown) == 1 else 'them'}"
+    note = f"No document contains {', '.join(f'`{word}`' for word in unknown)}. {without}:\n\n" if unknown else ""
+    texts = [f"docs {section.name}\n\n{document(section.name).rstrip()}\n\n" for section in printed]
+    rest = [f"docs {section.name}\n    {_best_line(section, words)}\n" for section in listed[:_LISTED]]
+    return "".join([note, *texts, *rest])
+
+
+def _searched(paths: dict[str, Path]) -> Iterator[PageSection]:
+    """All sections of the English pages, with what a search reads of them."""
     for page, path in paths.items():
-        raw = path.read_text(encoding="utf-8").splitlines()
-        for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(raw)), (len(raw), "", 0)]):
-            section = "\n".join(raw[first:last])
-            lines, keywords = _without_comments(section).splitlines(), _KEYWORDS.findall(section)
-            hits = list(filter(contains, lines))
-            if any(map(contains, (lines[0], *keywords))):
-                named.append(f"docs {page}#{anchor}")
-            elif not hits:
-                continue
-            found[f"docs {page}#{anchor}"] = lines, hits or [lines[0]]
-    whole = named or list(found)
-    whole = whole if len(whole) <= _PRINTED else []
-    texts = ["\n".join([name, "", *found[name][0]]).rstrip() + "\n\n" for name in whole]
-    rest = [
-        f"{name}\n    {shorten(found[name][1][0], 110, placeholder=' ...')}\n" for name in found if name not in whole
-    ]
-    return "".join([*texts, *rest])
+        if "." in page:  # another language
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        title = lines[0].removeprefix("# ")
+        for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(lines)), (len(lines), "", 0)]):
+            text = "\n".join(lines[first:last])
+            fields = {
+                "heading": lines[first].lstrip("# "),
+                "keywords": ", ".join(_KEYWORDS.findall(text)),
+                "page": f"{page} {title}",
+                "text": _without_comments(text),
+            }
+            yield PageSection(f"{page}#{anchor}", fields)
+
+
+def _best_line(section: PageSection, words: set[str]) -> str:
+    """The line of a section with most of the words."""
+    lines = [line for line in section.fields["text"].splitlines() if line.strip(" `|-")]
+    best = max(lines, key=lambda line: len(words & set(words_of(line))))
+    return shorten(best, 110, placeholder=" ...")
 
 
 def _list(paths: dict[str, Path]) -> str:
