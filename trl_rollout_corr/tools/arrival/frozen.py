@@ -10,7 +10,7 @@ from .fingerprints import QUANTISED, READABLE, fingerprint
 
 
 MOST = 8  # weights to fingerprint
-SEE = "See `trl-rollout-corr docs debugging#frozen-weights-change`."
+SEE = "See `trl-rollout-corr docs pushes#frozen-weights-change`."
 
 
 class FrozenCheck:

@@ -20,7 +20,7 @@ from ...trainers.completions import numbers
 
 PATTERNS = "0.32"  # release of vLLM that reads `rank_pattern` and `alpha_pattern` of an adapter
 EXTENSION = "trl_rollout_corr.tools.arrival.worker.PackingWorker"
-SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
+SEE = "See `trl-rollout-corr docs pushes#weights-do-not-arrive`."
 
 
 def has_extension(config: Any) -> bool:

@@ -15,7 +15,7 @@ from .fingerprints import READABLE, fingerprint, in_one_form, some_columns
 
 
 NEAR = 10  # pushes within which a second failure ends the run, and after which unmoved quantised weights are reported
-SEE = "See `trl-rollout-corr docs debugging#weights-do-not-arrive`."
+SEE = "See `trl-rollout-corr docs pushes#weights-do-not-arrive`."
 STILL = 5  # consecutive pushes of equal weights before a warning
 
 
@@ -252,7 +252,7 @@ class WeightCheck:
             f"after optimizer step {step}, reported success, but {seen} ({listed}). Update vLLM, or change "
             "`vllm_mode`, the device or the type of weights; or, if the sampler should have older weights, set "
             "`trainer.rollout_step` to their optimizer step whenever they are pushed (`trl-rollout-corr docs "
-            "debugging#weights-do-not-arrive`)."
+            "pushes#weights-do-not-arrive`)."
         )
         self.done = True
         if not doubt:
