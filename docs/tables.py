@@ -22,14 +22,14 @@ from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, settings_of
 from trl_rollout_corr.settings.thresholds import is_by_sign
 from trl_rollout_corr.tools.bands import band_in_words
-from trl_rollout_corr.tools.decision import KEEPS_TRL, ROWS
+from trl_rollout_corr.tools.decision import OTHER_OF_TRL, ROWS
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
-from trl_rollout_corr.tools.monitor.texts import APART, LOOK_AT_PUSH, OF_PUSH
+from trl_rollout_corr.tools.monitor.texts import APART, HARMED, LOOK_AT_PUSH, OF_PUSH
 
 
 RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmarks/arena/alarms.py` writes it
@@ -39,13 +39,13 @@ IN_SHORT = {
     "of_push": OF_PUSH,
     "push_or_text": LOOK_AT_PUSH,
     "corrects": "the run corrects for it",
-    "uncorrected": "Not every run is harmed by a gap of up to 0.1, but training is biased, and the gap tends to grow.",
+    "uncorrected": f"Training is biased, and {HARMED}.",
     "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",
     "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true` and start again: it names the cause after the first step.",
     "cut": "If answers are cut, raise `max_completion_length`; otherwise look at some completions and their rewards.",
     "correct": "[Set the correction](#the-correction-to-set).",
-    "fell": "The weights shrink with length, even if nothing is wrong: each is the product of its tokens' ratios.",
+    "fell": "Each is the product of its tokens' ratios, which shrinks with length even if nothing is wrong.",
     "apart": APART,
     "find": "[Find the cause](run.md#diagnose).",
     "began": ", and ... at the start",
@@ -195,7 +195,7 @@ WHEN = {
 def decisions(_: str) -> str:
     """The answers of `trl_rollout_corr/tools/decision.py`. The first one that fits counts."""
     rows = [(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise", row) for row in ROWS]
-    rows.append(("otherwise, to keep TRL's loss", KEEPS_TRL))
+    rows.append(("otherwise, with another correction of TRL's own", OTHER_OF_TRL))
     answers = [", ".join(f"`{line}`" for line in yaml_lines(row.set).splitlines()) for _, row in rows]
     lines = [
         [when, answer or "leave the settings as they are"] for (when, _), answer in zip(rows, answers, strict=True)

@@ -635,7 +635,7 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         ),
         (
             {"rollout_correction": "auto"},
-            "auto: token importance weights where vLLM's weights are old, at most 1 for negative advantages and exactly 1 for "
+            "auto: token importance weights while vLLM is behind, at most 1 for negative advantages and exactly 1 for "
             "positive ones. Tokens are rejected if they left a trust region of 0.2 (token_tv), or if their ratio is below "
             "0.001 (token_k1).",
         ),
@@ -978,7 +978,7 @@ def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
         ),
         (
             {"rollout_correction": "trl", "max_completion_length": 4096},
-            "To keep TRL's loss, set `vllm_importance_sampling_mode` to token_truncate instead: ",
+            "Or set `vllm_importance_sampling_mode` to token_truncate, another correction of TRL's own: ",
         ),
         (
             {"rollout_is": "turn", "max_completion_length": 4096},

@@ -26,7 +26,7 @@ from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import NEGLIGIBLE
 from trl_rollout_corr.tools.decision import (
     ADVISED,
-    KEEPS_TRL,
+    OTHER_OF_TRL,
     ROWS,
     SMALL,
     Situation,
@@ -99,7 +99,7 @@ def test_every_situation_has_a_row_and_every_row_a_situation():
 def test_the_evidence_of_every_row_is_a_heading():
     page = (ROOT / "benchmarks/arena/EVIDENCE.md").read_text()
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
-    assert {row.evidence for row in (*ROWS, KEEPS_TRL)} <= {*headings}
+    assert {row.evidence for row in (*ROWS, OTHER_OF_TRL)} <= {*headings}
 
 
 @pytest.mark.parametrize("trainer", CLASSES)
@@ -115,7 +115,7 @@ def test_what_a_decision_sets_is_in_effect_and_then_nothing_is_left_to_set(train
         assert decide(after.settings, vars(after)).set == {}
         of_completions = trainer == "GRPO" and name == "trl"
         said = in_words(decision)
-        assert ("To keep TRL's loss" in said) == of_completions
+        assert ("another correction of TRL's own" in said) == of_completions
         assert len(re.findall(r"\.(?= |$)", said)) == 1 + of_completions  # an alarm adds what and why
 
 

@@ -33,7 +33,7 @@ def said(tmp_path, capsys):
 
 def first(answer: dict) -> tuple[str, float]:
     cause = answer["causes"][0]
-    return cause["cause"], cause["certainty"]
+    return cause["cause"], cause["score"]
 
 
 @pytest.mark.parametrize("name", ["offset_up", "offset_down", "small_offset_up", "small_offset_down"])

@@ -213,23 +213,23 @@ def test_a_run_says_once_how_old_its_sampler_is_and_what_follows(tmp_path, tiny_
     announced(tiny_model_path, tmp_path, 0, 0, 8, 0, 8).train()
     told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
     assert told == [
-        "Rollout correction at step 1: the weights of the sampler are the newest, so tokens have the weight 1.",
-        "Rollout correction at step 3: the weights of the sampler are older than the trainer's, so tokens are weighted.",
+        "Rollout correction at step 1: vLLM is up to date: importance weights are off, the trust region is on.",
+        "Rollout correction at step 3: vLLM is behind: importance weights are on for tokens with negative advantage, the "
+        "trust region is on.",
     ]
 
 
 def test_a_window_of_several_ages_says_so(tmp_path, tiny_model_path, capfd):
-    """One of three steps is stale, so that most tokens have the weight 1, and not all of them."""
+    """One of three steps is stale, so most tokens have the importance weight 1, and not all of them."""
     announced(tiny_model_path, tmp_path, 0, 0, 8, logging_steps=3).train()
     (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
-    assert "were the newest for some completions" in told
-    assert "whose tokens are weighted (`stale_fraction` is 0.33)" in told
+    assert "vLLM is behind for some completions (`stale_fraction` is 0.33): importance weights are on for their " in told
 
 
 def test_a_run_says_that_it_does_not_know_how_old_its_sampler_is(tmp_path, tiny_model_path, capfd):
     announced(tiny_model_path, tmp_path, None).train()
     (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
-    assert told.endswith("does not say how old its weights are, so they count as old, and tokens are weighted.")
+    assert "does not announce its step, so it counts as behind: importance weights are on for tokens" in told
 
 
 @pytest.mark.parametrize("fields", [{"rollout_correction": "decoupled_token_is"}, {"rollout_is": None}])

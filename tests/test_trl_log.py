@@ -198,8 +198,8 @@ def test_the_diagnosis_names_them_first(tmp_path, capsys):
     first = found["causes"][0]
     assert (first["cause"], first["settings"]) == ("whole_completions", {})
     assert found["correction"]["settings"] == {"rollout_correction": "auto"}
-    assert "set `vllm_importance_sampling_mode` to token_truncate instead" in found["correction"]["why"]
-    assert first["certainty"] > 0.9
+    assert "Or set `vllm_importance_sampling_mode` to token_truncate, another" in found["correction"]["why"]
+    assert first["score"] > 0.9
     assert first["evidence"]["weight"] < 0.8 < 0.95 < first["evidence"]["tokens"]
     ours = make_dump(tmp_path / "ours", settings={"rollout_is": "token"}, **common)
     main(["diagnose", str(ours), "--json"])

@@ -133,7 +133,7 @@ class Settings:
 
     @property
     def weighs_stale_only(self) -> bool:
-        """`True` if the applied weights depend on whether the sampler's weights are the newest."""
+        """`True` if importance weights act on completions of older model weights only."""
         return self.bounding is not None and self.bounding.stale_only and self.applies_weights
 
     @property
@@ -235,7 +235,7 @@ def _weights_in_words(settings: Settings) -> str:
     bounds: Any = settings.rollout_is_threshold
     assert bounding is not None
     unit = _UNITS[bounding.unit]
-    where = " where vLLM's weights are old" if bounding.stale_only else ""
+    where = " while vLLM is behind" if bounding.stale_only else ""
     if is_by_sign(bounds):
         negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
         of = " (mean ratio)" if settings.rollout_is == "geometric" else ""

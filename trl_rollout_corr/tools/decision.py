@@ -78,15 +78,15 @@ ROWS = (
     Row(
         {},
         ADVISED,
-        "It is one rule for fresh, rounded and stale weights, without bounds to fit.",
+        "It looks at each token by itself, drops those that have already moved too far, and needs no tuning.",
         "How the corrections compared",
     ),
 )
-# Beside `ADVISED`, for a run in which TRL gives each completion one weight
-KEEPS_TRL = Row(
+# Beside `ADVISED`, for a run in which TRL gives each completion one weight. It changes the loss as well
+OTHER_OF_TRL = Row(
     {},
     {MODE: "token_truncate"},
-    "It gives each token a weight of its own, so that length costs nothing.",
+    "It gives each token a weight of its own, which suits a vLLM that is up to date.",
     "Long completions",
 )
 
@@ -96,7 +96,7 @@ class Decision(NamedTuple):
 
     row: Row
     remove: tuple[str, ...] = ()  # fields that would act beside it
-    keeps_trl: bool = False  # True if the run may also keep TRL's loss, by `KEEPS_TRL`
+    or_of_trl: bool = False  # True if `OTHER_OF_TRL` is an answer, too
     of_unknown: bool = False  # the settings of the run are unknown
 
     @property
@@ -125,7 +125,7 @@ def decide(
     if not row.set or run is None:
         return Decision(row, of_unknown=run is None)
     of_completions = run.by_trl and run.rollout_is == "sequence"  # GRPO with vLLM: elsewhere TRL weights nothing
-    return Decision(row, run.beside, keeps_trl=of_completions)
+    return Decision(row, run.beside, or_of_trl=of_completions)
 
 
 def row_of(situation: Situation) -> Row:
@@ -158,8 +158,9 @@ def in_words(decision: Decision) -> str:
     unless = ", unless the run has it" if decision.of_unknown else ""
     # One sentence for each setting, because the voices add what they saw and why it matters
     sentences = [f"Set {_pairs(row.set)}{remove}{unless}: {uncapitalized(row.why)}"]
-    if decision.keeps_trl:
-        sentences.append(f"To keep TRL's loss, set {_pairs(KEEPS_TRL.set)} instead: {uncapitalized(KEEPS_TRL.why)}")
+    if decision.or_of_trl:
+        why = uncapitalized(OTHER_OF_TRL.why)
+        sentences.append(f"Or set {_pairs(OTHER_OF_TRL.set)}, another correction of TRL's own: {why}")
     return " ".join(sentences)
 
 

@@ -1,4 +1,4 @@
-"""A sentence on the age of the sampler's weights and what the correction does about it, once for each age."""
+"""A sentence on the age of the sampler's model weights and what the correction does about it, once for each age."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from ..settings.resolve import Settings
 
 class AgeNotice:
     """
-    Memory of what was said about a run whose weights depend on the age of the sampler. Ages may take turns at every
+    Memory of what was said about a run whose importance weights depend on the age of the sampler. Ages may take turns at every
     step, so nothing is said twice; `stale_fraction` in the log tells the rest.
     """
 
@@ -25,13 +25,24 @@ class AgeNotice:
         if age in self._said:
             return None
         self._said.add(age)
-        return f"Rollout correction at step {step}: {_AGES[age].format(share=share)}"
+        acts = _what_acts(self.settings, age)
+        return f"Rollout correction at step {step}: {_AGES[age].format(share=share)}: {acts}."
 
 
 _AGES = {
-    "fresh": "the weights of the sampler are the newest, so tokens have the weight 1.",
-    "mixed": "the weights of the sampler were the newest for some completions, whose tokens have the weight 1, and older "
-    "than the trainer's for others, whose tokens are weighted (`stale_fraction` is {share:.2g}).",
-    "stale": "the weights of the sampler are older than the trainer's, so tokens are weighted.",
-    "unknown": "the sampler does not say how old its weights are, so they count as old, and tokens are weighted.",
+    "fresh": "vLLM is up to date",
+    "mixed": "vLLM is behind for some completions (`stale_fraction` is {share:.2g})",
+    "stale": "vLLM is behind",
+    "unknown": "the sampler does not announce its step, so it counts as behind",
 }
+
+
+def _what_acts(settings: Settings, age: str) -> str:
+    """The two halves of a correction: importance weights, and rejection."""
+    bounding = settings.bounding
+    one_sided = bounding is not None and bounding.positive == (1.0, 1.0)
+    on = f"on for {'their ' if age == 'mixed' else ''}tokens{' with negative advantage' if one_sided else ''}"
+    parts = [f"importance weights are {'off' if age == 'fresh' else on}"]
+    if settings.criteria:
+        parts.append(f"{'the trust region' if any(x.directed for x in settings.criteria) else 'rejection'} is on")
+    return ", ".join(parts)

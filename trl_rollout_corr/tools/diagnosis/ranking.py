@@ -83,7 +83,7 @@ class Finding(NamedTuple):
     """A cause that was found."""
 
     name: str  # key of `CAUSES` or `OTHER_CAUSES`
-    certainty: float  # from 0.5 to 0.99
+    certainty: float  # from 0.5 to 0.99: an order and the limits of the three words, and no probability
     share: float  # of the sum of squared log-ratios that it explains
     evidence: Evidence
 

@@ -96,7 +96,10 @@ def evidence(finding: Finding) -> str:
 
 
 def sure(finding: Finding) -> str:
-    """The certainty in one word."""
+    """
+    The certainty in one word, of which a benchmark counts how often it is right (`benchmarks/diagnose/README.md`).
+    Nobody counted that for the number, so no text shows it.
+    """
     return "certain" if finding.certainty > 0.9 else "likely" if finding.certainty > 0.7 else "possible"
 
 
@@ -232,7 +235,7 @@ def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
         lines += [
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
-            f"   {sure(finding)} ({percent(round(finding.certainty, 2))}), {explains(finding)}",
+            f"   {sure(finding)}, {explains(finding)}",
             f"   Evidence: {evidence(finding)}.",
         ]
         if remedies:
@@ -263,7 +266,8 @@ def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -
             {
                 "cause": finding.name,
                 "title": finding.cause.title,
-                "certainty": round(finding.certainty, 3),
+                "certainty": sure(finding),
+                "score": round(finding.certainty, 3),
                 "share_of_squared_log_ratio": round(finding.share, 4),
                 "evidence": dict(finding.evidence.numbers),
                 "remedy": remedy,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...messages import capitalized
-from ..decision import KEEPS_TRL
+from ..decision import OTHER_OF_TRL
 from ..formats import number, yaml_lines
 from ..monitor.stock import GAP, LENGTH, RATIO, value_of
 
@@ -121,7 +121,7 @@ _LENGTH = Suspicion(
     "so long completions hardly learn.",
     "Check that pushes arrive, and that `top_p`, `top_k`, `min_p` and penalties are at their defaults, because other "
     "weights and options look the same here. Then use token weights.",
-    KEEPS_TRL.set,
+    OTHER_OF_TRL.set,
 )
 _LARGE_GAP = Suspicion(
     "large_gap",

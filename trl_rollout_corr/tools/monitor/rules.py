@@ -138,8 +138,8 @@ RULES = [
         foretells_collapse=True,
         seen="Rewarded tokens have become unlikely: `kl_advantage_positive` is {value} above `kl` at the start of the "
         "run, and the limit is {limit:g}.",
-        why="This alarm may be false, because some of our runs with it kept their accuracy; in the others accuracy "
-        "fell, at the same time or later.",
+        why="In most of our runs with this alarm accuracy fell, at the same time or later, so evaluate on held-out "
+        "prompts now.",
         advice="{correct}",
         patience=11,
         measure=conditions.gap_of_rewarded,

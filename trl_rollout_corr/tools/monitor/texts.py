@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping
 from string import Formatter
 
+from ...messages import capitalized
 from ...settings.resolve import Settings
 from ..decision import decide, in_words
+from ..formats import number, percent
 from .windows import Window
 
 
@@ -24,17 +26,16 @@ _ROUNDED = {
 # Rounding does not explain a gap of `LARGE_K3`, at which most uncorrected runs collapsed. At `HUGE`, most corrected
 # runs lost accuracy (`benchmarks/arena/alarms.json`)
 LARGE_K3, HUGE = 0.1, 0.3
+HARMED = "most of our uncorrected runs whose gap grew this far lost accuracy"
 _COLLAPSED = f"Most of our runs without a correction and with a gap above {LARGE_K3:g} collapsed"
 _FEW = f"Most of our corrected runs with a gap above {HUGE:g} lost accuracy for a while or for good"
 _OLD = "a sampler that is {age:.0f} step{s} old seldom explains a gap this large"
 
 # By the origin of the gap: why it matters without a correction, and with one
 _UNCORRECTED = {
-    "old": "Not every run is harmed by a gap of this size, and the sampler is {age:.0f} step{s} old, which explains "
-    "it unless the gap came suddenly.",
+    "old": f"The sampler is {{age:.0f}} step{{s}} old, which explains the gap unless it came suddenly, but {HARMED}.",
     "start": "{rounding}",
-    "open": "Not every run is harmed by a gap of this size, but training on such completions is biased, and the gap "
-    "tends to grow.",
+    "open": f"Training on such completions is biased, and {HARMED}.",
 }
 _UNCORRECTED_LARGE = {
     "old": f"{_COLLAPSED}, and {_OLD}.",
@@ -84,14 +85,13 @@ _NO_TOKENS = {
 
 # Mean weight of completions at the start above which length alone does not explain a low one now
 _NEAR_1 = 0.9
+_SOME = 0.005  # share of the weights above the upper bound that is worth a word
 _PRODUCT = "each completion gets one weight, the product of its tokens' ratios"
 APART = "Sampler and trainer are far apart, or weights of whole completions shrink with length."
-_EXCEEDS = (
-    "The sampler finds the completions less likely than the trainer does: most weights exceed the upper bound, where "
-    "the correction drops them."
-)
-_FALLS = f"The weights shrink with length, even if nothing is wrong, because {_PRODUCT}."
-_FELL = f"The gap or the length has grown, because the mean weight was {{first:.2g}} at the start: {_PRODUCT}."
+_DROPPED = "{high} of the weights exceed the upper bound, and are dropped"
+_LIKELIER = f"The trainer finds the completions likelier than the sampler does (`kl` is {{kl}}): {_DROPPED}."
+_FALLS = f"{capitalized(_PRODUCT)}, which shrinks with length even if nothing is wrong"
+_FELL = f"The gap or the length has grown, because the mean weight was {{first:.2g}} at the start: {_PRODUCT}"
 
 
 def origin(window: Window) -> str:
@@ -126,11 +126,15 @@ def _length(window: Window) -> str:
 
 
 def _fell(window: Window) -> str:
-    """A sentence on why the mean weight of completions is low."""
-    first, high = window.course.weight_at_start, window.get("rollout_is_ratio_fraction_high") or 0.0
-    if high > (window.get("rollout_is_ratio_fraction_low") or 0.0) and window.bounding and window.bounding.drops:
-        return _EXCEEDS
-    return _FELL.format(first=first) if first and first >= _NEAR_1 else _FALLS
+    """A sentence on why the mean weight of completions is low, by the direction and the share above the bound."""
+    first, kl = window.course.weight_at_start, window.get("kl") or 0.0
+    drops = window.bounding is not None and window.bounding.drops
+    high = (window.get("rollout_is_ratio_fraction_high") or 0.0) if drops else 0.0
+    numbers = {"first": first, "kl": number(kl, 2), "high": percent(float(f"{high:.2g}"))}
+    if high > 0 and kl < 0:
+        return _LIKELIER.format(**numbers)
+    text = _FELL if first and first >= _NEAR_1 else _FALLS
+    return f"{text}; {_DROPPED}.".format(**numbers) if high >= _SOME else f"{text}.".format(**numbers)
 
 
 def _apart(window: Window) -> str:

@@ -17,7 +17,7 @@ from ..diagnosis import trl_log
 from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
 from ..diagnosis.trl_log import RatioCourse, suspicions
 from ..dump.sequences import Sequences
-from ..formats import number, percent, steps, yaml_lines
+from ..formats import number, steps, yaml_lines
 from ..monitor.rule import Alarm
 from .examples import choose_completions
 from .facts import Facts, state_of
@@ -130,12 +130,11 @@ def _diagnosis(facts: Facts | None) -> Section | None:
     level = "healthy" if diagnosis.healthy else "warning"
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), level)]
     for finding in diagnosis.findings:
-        certainty = percent(round(finding.certainty, 2))
         remedy, settings = remedy_for(diagnosis, finding)
         cards.append(
             Card(
                 capitalized(finding.cause.title),
-                f"{capitalized(sure(finding))} ({certainty}), {explains(finding)}: {evidence(finding)}.",
+                f"{capitalized(sure(finding))}, {explains(finding)}: {evidence(finding)}.",
                 "" if diagnosis.expected or finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(settings),
