@@ -97,7 +97,7 @@ OF_TRL = "vllm_importance_sampling_"
     [
         (
             "max_completion_length: 8192\n",
-            "keeps 6.6 % to 0.38 % of its loss on average. Set `rollout_correction` to auto: it is one rule",
+            "keeps 6.6 % to 0.38 % of its loss on average. Set `rollout_correction` to auto: it looks at each token",
         ),
         ("max_completion_length: 512\n", ""),
         (f"max_completion_length: 8192\n{OF_TRL}mode: token_truncate\n", ""),

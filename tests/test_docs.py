@@ -30,6 +30,7 @@ from trl_rollout_corr.tools.arrival.rescore import Rescored
 from trl_rollout_corr.tools.bands import HEALTHY, band_in_words
 from trl_rollout_corr.tools.monitor.examine import examine
 from trl_rollout_corr.tools.replay.router_hooks import Flips
+from trl_rollout_corr.trainers.age_notice import AgeNotice
 
 
 ROOT = Path(__file__).parent.parent
@@ -379,6 +380,8 @@ def test_the_tutorial_quotes_what_its_commands_print(capsys):
     without_times = {re.sub(r" +(\d+:\d\d|elapsed) +(\d+:\d\d|-|left)$", "", line) for line in printed}
     messages = messages_about("long.jsonl", rollout_correction="trl")
     messages += messages_about("uncorrected/logs.jsonl", rollout_correction="disabled")
+    ages = AgeNotice(RolloutCorrectionConfig(rollout_correction="auto").settings)
+    messages.append(ages.news(2, {f"{PREFIX}k3_kl": 0.01, f"{PREFIX}stale_fraction": 1.0}))
     quoted = [line for text in blocks("docs/tutorial.md", "text") for line in text.splitlines() if line]
     said = [line for line in quoted if line in messages]
     assert len(said) > 10
