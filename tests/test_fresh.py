@@ -223,7 +223,9 @@ def test_a_window_of_several_ages_says_so(tmp_path, tiny_model_path, capfd):
     """One of three steps is stale, so most tokens have the importance weight 1, and not all of them."""
     announced(tiny_model_path, tmp_path, 0, 0, 8, logging_steps=3).train()
     (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
-    assert "vLLM is behind for some completions (`stale_fraction` is 0.33): importance weights are on for their " in told
+    assert (
+        "vLLM is behind for some completions (`stale_fraction` is 0.33): importance weights are on for their " in told
+    )
 
 
 def test_a_run_says_that_it_does_not_know_how_old_its_sampler_is(tmp_path, tiny_model_path, capfd):
