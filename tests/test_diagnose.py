@@ -682,6 +682,23 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     assert "quantised" not in [x.name for x in diagnose(grown).findings]
 
 
+@pytest.mark.parametrize(
+    ("received", "certain"), [(lambda x: x.round(1), False), (lambda x: x * 1.0 + 0.03 * np.sin(1e5 * x), True)]
+)
+def test_values_that_are_rounded_on_their_way_are_no_certain_head(tmp_path, received, certain):
+    """A gap that the trainer reproduces to the last bit, once of few different values and once of as many as its own."""
+    made = read_dump(make_dump(tmp_path / "made", rows=48, broken=0, tools=False, worst=0, sampled=48))
+    dice = np.random.default_rng(0)
+    for row in made.rows:
+        logps = -dice.exponential(1.2, len(row["train_logps"]))
+        row |= {"train_logps": logps.tolist(), "again_logps": logps.tolist(), "staleness": 0}
+        row["rollout_logps"] = np.minimum(received(logps), 0.0).tolist()
+    dump.write_rows(tmp_path / "dump", 1, 0, [row for row in made.rows if row["step"] == 1], made.settings)
+    [finding] = diagnose(read_tokens(tmp_path / "dump")).findings
+    assert (finding.name, sure(finding)) == ("head", "certain" if certain else "possible")
+    assert ("rounded on their way" in finding.evidence.sentence) != certain
+
+
 def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, capsys):
     settings = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction="decoupled_token_is").settings)
     folder = make_dump(tmp_path / "dump", steps=8, rows=16, sampled=16, worst=0, spread=0.02, tools=False)

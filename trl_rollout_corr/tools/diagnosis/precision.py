@@ -20,6 +20,7 @@ _DROPOUT = 0.075
 _UNROUNDED, _MANY = 3.0, 1000
 # `k3_kl` up to which 8 bits certainly explain a gap. Tiny models showed 0.001 and 0.009, a pretrained one 0.045
 _QUANTISED = 0.03
+_COARSE = 0.5  # share of the trainer's different values below which the sampler's are rounded
 _GAUSSIAN_TAIL = 3.8  # percentile 99 over median of the size of a Gaussian number
 
 
@@ -175,7 +176,16 @@ def head(o: DumpedTokens) -> Evidence | None:
         "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence "
         "alone"
     )
-    return Evidence(1 - floor, 1.0, {"gap": gap, "floor": floor}, sentence)
+    numbers, most = {"gap": gap, "floor": floor}, 0.99
+    different = [float(len(np.unique(x[o.core]))) for x in (o.rollout, o.train)]
+    if different[0] < _COARSE * different[1]:
+        numbers |= {"of_sampler": different[0], "of_trainer": different[1]}
+        most = POSSIBLE
+        sentence += (
+            "; but the sampler's values are only {of_sampler} different numbers, and the trainer's {of_trainer}: values "
+            "that are rounded on their way, in a `rollout_func` or a server's answer, would look the same"
+        )
+    return Evidence(1 - floor, 1.0, numbers, sentence, most=most)
 
 
 def rounding(o: DumpedTokens) -> Evidence | None:
