@@ -206,7 +206,7 @@ def _is_default(settings: Settings) -> bool:
     )
 
 
-_BY_CALCULATION = "By calculation, with a `k3_kl` of {:g} to {:g}, as BF16 causes it".format(*_GAPS)
+_BY_CALCULATION = "By calculation, with BF16 (a `k3_kl` of {:g} to {:g})".format(*_GAPS)
 
 
 def _lost_weight(bounding: Bounding, length: float) -> str:

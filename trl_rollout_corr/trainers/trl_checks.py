@@ -93,8 +93,9 @@ def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     weights = f"rollout_is={settings.rollout_is!r}"
     acting = [f"`{weights if name == 'rollout_is' else name}`" for name in settings.acting_on_parts]
     if acting:
+        act = "acts" if len(acting) == 1 else "act"
         warn(
-            f"{', '.join(acting)} act on single tokens or turns, but with `importance_sampling_level='sequence'` all "
+            f"{' and '.join(acting)} {act} on single tokens or turns, but with `importance_sampling_level='sequence'` all "
             "tokens of a completion have the same gradient: their mean acts on the completion, as in TRL's own "
             "correction. To weight or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria "
             "that start with `seq_`."

@@ -37,10 +37,7 @@ class Cause(NamedTuple):
 _REFER = "importance weights would refer to a policy that no token was sampled from"
 # Only for values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
-_RAW = (
-    "A correction for another temperature is valid, but equal temperatures need none. Do not correct for "
-    f"log-probabilities taken before temperature: the {_REFER}."
-)
+_RAW = f"Do not correct for log-probabilities taken before temperature: the {_REFER}."
 _ELSEWHERE = (
     "in a `rollout_func`, or by the server, which fills missing values from the model's `generation_config.json` "
     "unless started with `--generation-config vllm`."
@@ -267,8 +264,8 @@ CAUSES: dict[str, Cause] = {
     "temperature": Cause(
         "another temperature, or log-probabilities before temperature",
         Test(sampling.temperature, 0.4, 0.6),
-        "Both sides must divide logits by one temperature: start a server with `--logprobs-mode processed_logprobs`, "
-        f"and sample with the trainer's `temperature`. {_RAW}",
+        "Start a server with `--logprobs-mode processed_logprobs`, and sample with the trainer's `temperature`: both "
+        f"sides must divide logits by the same one. {_RAW}",
         {"temperature": 1.0},
         "The sampler divides logits by another temperature: look for one in a `rollout_func`, in `generation_kwargs` "
         f"and in requests to the server. {_RAW}",
