@@ -154,7 +154,7 @@ def gaps_by_age(inside: str) -> str:
     rows = json.loads(RECORD.read_text(encoding="utf-8"))["ages"]
     columns = {
         "age, optimizer steps": "{age}",
-        "healthy runs with `auto`": "{healthy}",
+        "healthy runs with `cap3` or `rounded`": "{healthy}",
         "smallest `k3_kl`": "{smallest:g}",
         "median": "{median:g}",
         "largest": "{largest:g}",
