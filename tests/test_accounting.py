@@ -259,7 +259,7 @@ def test_optimizer_steps_since_the_sampling_weights_are_counted(make, schedule, 
 
 
 def test_samples_that_are_used_again_are_corrected(tiny_model_path, tmp_path):
-    (code,) = re.findall(r"```python\n(class UsedTwice.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(class UsedTwice.*?)```", (ROOT / "docs/asynchronous.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(code, names)
     sampler, seen = StaleSampler(tiny_model_path, noise=0.0), []

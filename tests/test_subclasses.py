@@ -1,6 +1,7 @@
 """Use around the trainers: subclasses, copied batches, other models in the loss, scoring of their own."""
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
+from tests.launching import ROOT
 from tests.tiny import StaleSampler, length_reward
 from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, plain_model
 from trl_rollout_corr import RolloutCorrectedGRPOTrainer, RolloutCorrectedRLOOTrainer
@@ -309,3 +311,22 @@ def test_a_criterion_of_ones_own_acts_on_the_gradient(make, trainer_class):
     assert {norm for _, norm in losses(nothing)} == {0.0}
     assert set(logged(nothing, "effective_lr")) == {0.0}
     assert losses(make(with_criterion(trainer_class, True))) == losses(make(trainer_class))
+
+
+@both
+def test_the_loss_of_the_documents_is_corrected(make, trainer_class):
+    """`loss_type` may be a name that TRL does not know, as the page says."""
+    (code,) = re.findall(
+        r"```python\n(import torch\n.*?class PlainPolicyGradient.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL
+    )
+    base = trainer_class.__name__
+    space: dict = {}
+    exec(code.replace("RolloutCorrectedGRPOTrainer", base), space)
+    own = {"loss_type": "my_loss"} if base == "RolloutCorrectedGRPOTrainer" else {}
+    fields = {"rollout_rs_threshold": 1.05, "learning_rate": 1e-4, **own}
+    trainer = make(space["PlainPolicyGradient"], **fields)
+    corrected = losses(trainer)
+    assert trainer._gradient_checked
+    plain = losses(make(space["PlainPolicyGradient"], **{**fields, "rollout_rs_threshold": 1e6}))
+    assert all(norm > 0 for _, norm in corrected)
+    assert [norm for _, norm in corrected] != [norm for _, norm in plain]
