@@ -317,7 +317,9 @@ def test_a_criterion_of_ones_own_acts_on_the_gradient(make, trainer_class):
 def test_the_loss_of_the_documents_is_corrected(make, trainer_class):
     """`loss_type` may be a name that TRL does not know, as the page says."""
     (code,) = re.findall(
-        r"```python\n(import torch\n.*?class PlainPolicyGradient.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL
+        r"```python\n(import torch\n.*?class PlainPolicyGradient.*?)```",
+        (ROOT / "docs/custom.md").read_text(),
+        re.DOTALL,
     )
     base = trainer_class.__name__
     space: dict = {}
