@@ -226,7 +226,9 @@ def fields(table: str) -> str:
     types = dict(re.findall(r"^ +(\w+) \((.*?)(?:, \*optional\*.*)?\):$", text, re.MULTILINE))
 
     def cells(name: str) -> dict[str, str]:
-        default = f"`{settings_of(DEFAULT)[name]}` by the preset" if name in UNSET else f"`{fields[name].default}`"
+        default = f"`{settings_of(DEFAULT)[name]}` in `{DEFAULT}`" if name in UNSET else f"`{fields[name].default}`"
+        if name == "rollout_correction":  # "default" stands for it until the other fields are read
+            default = f"`{DEFAULT}`"
         return {
             "type": types[name],
             "default": default,
@@ -237,7 +239,8 @@ def fields(table: str) -> str:
 
 
 def presets(table: str) -> str:
-    return completed(table, _of_preset, PRESETS)
+    first = (DEFAULT, "trl")
+    return completed(table, _of_preset, [*first, *(name for name in PRESETS if name not in first)])
 
 
 def _of_preset(name: str) -> dict[str, str]:

@@ -34,8 +34,8 @@ class RolloutCorrectionConfig:
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
             Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl` if a field
-            `vllm_importance_sampling_*` differs from its default, and only what is given if `rollout_is`, `rollout_rs`
-            or `bypass_mode` is.
+            `vllm_importance_sampling_*` differs from its default or `loss_type` is vespo, and only what is given if
+            `rollout_is`, `rollout_rs` or `bypass_mode` is.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or
             `None`.
