@@ -672,6 +672,8 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     assert headline(diagnose(observed)) == f"{expected}with fresh weights nothing corrects for it"
     observed.settings = RolloutCorrectionConfig(rollout_correction="auto", rollout_is_stale_only=False).settings
     assert headline(diagnose(observed)) == f"{expected}the run corrects for it"
+    observed.settings = RolloutCorrectionConfig(rollout_correction="auto", rollout_metrics_only=True).settings
+    assert headline(diagnose(observed)) == f"{expected}the gap is small"
     observed.settings = RolloutCorrectionConfig().settings
     of_unknown_age = diagnose(observed)._replace(fresh=False)
     assert headline(of_unknown_age) == f"{expected}the run corrects for it"

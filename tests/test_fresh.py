@@ -234,10 +234,14 @@ def test_a_run_says_that_it_does_not_know_how_old_its_sampler_is(tmp_path, tiny_
     assert "does not announce its step, so it counts as behind: importance weights are on for tokens" in told
 
 
-@pytest.mark.parametrize("fields", [{"rollout_correction": "decoupled_token_is"}, {"rollout_is": None}])
-def test_a_run_whose_weights_do_not_depend_on_the_age_says_nothing(fields):
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({}, True), ({"rollout_correction": "decoupled_token_is"}, False), ({"rollout_is": None}, False),
+     ({"rollout_metrics_only": True}, False)],
+)  # fmt: skip
+def test_only_a_run_whose_loss_depends_on_the_age_speaks_of_it(fields, says):
     notice = AgeNotice(RolloutCorrectionConfig(**{"rollout_correction": "auto", **fields}).settings)
-    assert notice.news(1, {f"{PREFIX}k3_kl": 0.0, f"{PREFIX}stale_fraction": 0.0}) is None
+    assert (notice.news(1, {f"{PREFIX}k3_kl": 0.0, f"{PREFIX}stale_fraction": 0.0}) is not None) == says
 
 
 @pytest.mark.parametrize("age", [0, 8, None])

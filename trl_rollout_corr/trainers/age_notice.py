@@ -8,8 +8,8 @@ from ..settings.resolve import Settings
 
 class AgeNotice:
     """
-    Memory of what was said about a run whose importance weights depend on the age of the sampler. Ages may take turns at every
-    step, so nothing is said twice; `stale_fraction` in the log tells the rest.
+    Memory of what was said about a run whose importance weights depend on the age of the sampler. Ages may take turns
+    at every step, so nothing is said twice; `stale_fraction` in the log tells the rest.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -18,15 +18,16 @@ class AgeNotice:
 
     def news(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """The line about the metrics of a logging window; `None` if it was said before."""
-        if not self.settings.weighs_stale_only or f"{PREFIX}k3_kl" not in metrics:
+        acts = self.settings.changes_loss and self.settings.weighs_stale_only
+        if not acts or f"{PREFIX}k3_kl" not in metrics:
             return None
         share = metrics.get(f"{PREFIX}stale_fraction")
         age = "unknown" if share is None else "fresh" if share == 0 else "stale" if share == 1 else "mixed"
         if age in self._said:
             return None
         self._said.add(age)
-        acts = _what_acts(self.settings, age)
-        return f"Rollout correction at step {step}: {_AGES[age].format(share=share)}: {acts}."
+        parts = _what_acts(self.settings, age)
+        return f"Rollout correction at step {step}: {_AGES[age].format(share=share)}: {parts}."
 
 
 _AGES = {

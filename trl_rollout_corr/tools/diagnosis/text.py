@@ -41,10 +41,12 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def _done_about_it(diagnosis: Diagnosis) -> str:
+    if not diagnosis.corrects:
+        return "the gap is small"
     settings = diagnosis.settings
     if settings is not None and settings.weighs_stale_only and diagnosis.fresh:
         return corrects_fresh(settings)
-    return "the run corrects for it" if diagnosis.corrects else "the gap is small"
+    return "the run corrects for it"
 
 
 def detail(diagnosis: Diagnosis) -> str:
