@@ -663,6 +663,7 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     assert [(x.name, sure(x)) for x in diagnose(observed).findings] == [("quantised", "certain")]
     observed.settings = RolloutCorrectionConfig().settings
     observed.staleness = np.zeros(len(observed.staleness))
+    observed.is_fresh = np.ones(len(observed.staleness), bool)
     expected = "Expected: a quantised sampler, and "
     assert (
         headline(diagnose(observed))

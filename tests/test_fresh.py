@@ -246,7 +246,7 @@ def test_only_a_run_whose_loss_depends_on_the_age_speaks_of_it(fields, says):
 
 @pytest.mark.parametrize("age", [0, 8, None])
 def test_a_dump_gives_the_weights_of_the_run(age, tmp_path, tiny_model_path):
-    from trl_rollout_corr.tools.analysis.recompute import _correct, batch_of, fresh_of
+    from trl_rollout_corr.tools.analysis.recompute import _correct, batch_of
     from trl_rollout_corr.tools.dump.reading import open_dump
 
     fields = {"rollout_dump_dir": str(tmp_path / "dump"), "rollout_dump_sampled": 64}
@@ -254,9 +254,24 @@ def test_a_dump_gives_the_weights_of_the_run(age, tmp_path, tiny_model_path):
     trainer.train()
     sequences = open_dump(tmp_path / "dump").sequences
     every = np.ones(len(sequences), bool)
-    assert {*fresh_of(sequences)} == {age == 0}
+    assert {*sequences.is_fresh} == {age == 0}
     batch = batch_of(sequences, every)
     for block, correction in zip(batch.blocks, _correct(batch, trainer._settings), strict=True):
         torch.testing.assert_close(correction.coefficients * block.mask, block.coefficients, rtol=1e-5, atol=1e-6)
     sequences.fresh = np.full(len(sequences), math.nan)  # as in an earlier dump
-    assert {*fresh_of(sequences)} == {age == 0}
+    assert {*sequences.is_fresh} == {age == 0}
+
+
+def test_updates_since_the_generation_make_no_dump_stale(tmp_path, tiny_model_path):
+    """The log-ratios are of the old policy, whose weights have sampled, whatever the age counts."""
+    from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
+    from trl_rollout_corr.tools.dump.reading import open_dump
+
+    dump = str(tmp_path / "dump")
+    fields = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "rollout_dump_dir": dump, "max_steps": 4}
+    sampler = FreshSampler(tiny_model_path, 0, noise=0.02)
+    build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, **fields).train()
+    sequences = open_dump(dump).sequences
+    assert {*sequences.staleness} == {0, 1}
+    assert sequences.is_fresh.all()
+    assert diagnose(read_tokens(dump)).fresh

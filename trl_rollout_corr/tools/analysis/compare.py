@@ -24,7 +24,7 @@ from .run import clip_range
 from .spread import Spread, spread_of
 
 
-_COLUMNS = (*COLUMNS, "keep", "fresh")  # of a dump
+_COLUMNS = (*COLUMNS, "keep")  # of a dump
 _THIS_RUN = "this run"
 _REFERENCE = "disabled"
 

@@ -75,11 +75,6 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     return Batch(np.unique(sequences.step[rows]).tolist(), blocks)
 
 
-def fresh_of(sequences: Sequences) -> np.ndarray:
-    """`(N,)`: sequences that the weights of the corrected policy sampled; in an earlier dump, those of age 0."""
-    return np.where(np.isnan(sequences.fresh), sequences.staleness == 0, sequences.fresh == 1)
-
-
 def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
     """Rows in groups of similar length: at most twice the tokens of another row, or all short."""
     order = rows[np.argsort(lengths[rows], kind="stable")]
@@ -103,7 +98,7 @@ def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows:
     # a criterion on completions takes one advantage of each
     advantages = of_rows if np.isnan(sequences.advantages).all() else of_tokens
     advantages = advantages.nan_to_num(0.0, 0.0, 0.0)
-    return Block(**padded, advantages=advantages, fresh=torch.from_numpy(fresh_of(sequences)[rows]))
+    return Block(**padded, advantages=advantages, fresh=torch.from_numpy(sequences.is_fresh[rows]))
 
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ class DumpedTokens:
         # For each sequence, `(B,)`
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
-        self.staleness, self.padding = sequences.staleness, sequences.padding
+        self.staleness, self.is_fresh, self.padding = sequences.staleness, sequences.is_fresh, sequences.padding
         # For each token again: its id, its place in the completion, and whether it is at an end or just behind tokens
         # outside the loss
         self.token = sequences.token_ids[counted]

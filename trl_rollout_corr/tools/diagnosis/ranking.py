@@ -110,7 +110,7 @@ class Diagnosis(NamedTuple):
     surprise: tuple[float, float, float] | None = None  # mean of -log p, entropy, and error; `None` if unknown
     harmed: bool = False  # the run shows an alarm that a correction concerns, or lost much of its gradient
     about: Mapping[str, str] = {}  # what the run wrote of its model and its engine
-    fresh: bool = False  # all samples are known to be of the trainer's weights
+    fresh: bool = False  # all samples are known to be of the weights of the policy that is corrected for
 
     @property
     def corrects(self) -> bool:
@@ -195,7 +195,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         surprise=o.surprise,
         harmed=o.log.harmed,
         about=o.about,
-        fresh=bool(len(o.staleness) and (o.staleness < 1).all()),  # False if an age is unknown
+        fresh=bool(o.is_fresh.all()),
     )
 
 

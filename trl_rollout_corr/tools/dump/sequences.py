@@ -124,6 +124,14 @@ class Sequences:
         """Sequences that represent the batch: the ones drawn at random, or all if none were."""
         return self.sampled if self.sampled.any() else np.ones(len(self), bool)
 
+    @property
+    def is_fresh(self) -> NDArray[np.bool_]:
+        """
+        Sequences that the weights of `train_logps` are known to have sampled; in a dump without `fresh`, those of age
+        0. In decoupled mode these may be weights before some updates, and the age counts the updates.
+        """
+        return np.where(np.isnan(self.fresh), self.staleness == 0, self.fresh == 1)
+
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sums over the tokens of each sequence, `(B,)`."""
         return np.bincount(self.row, weights=values, minlength=len(self))

@@ -74,7 +74,7 @@ class LostTable(NamedTuple):
     tokens: int  # of this sign
     completions: int  # with a rejected token
     rows: list[LostText]
-    fresh: bool = False  # True if all of these completions are known to be of the trainer's weights
+    fresh: bool = False  # True if sampler and trainer are known to have had the same weights in all these completions
 
 
 class Lost(NamedTuple):
@@ -176,7 +176,7 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
         example = example._replace(text=example.text or f"#{text.Index}")
         share, occurs = text.times / len(places), np.count_nonzero(all_ids == text.Index) / len(all_ids)
         rows.append(LostText(example, text.times, text.completions, share, occurs, text.train, text.rollout))
-    fresh = bool((sequences.staleness[tokens["row"].to_numpy()] < 1).all())  # False if one is unknown
+    fresh = bool(sequences.is_fresh[tokens["row"].to_numpy()].all())
     return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows, fresh)
 
 
