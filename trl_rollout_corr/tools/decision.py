@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 from ..messages import uncapitalized
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.presets import DEFAULT as AUTO
-from ..settings.presets import UNSET
 from ..settings.resolve import Settings
 from .bands import HEALTHY, NEGLIGIBLE
 from .run_facts import MODE
@@ -136,12 +135,7 @@ def row_of(situation: Situation) -> Row:
 def has_preset(run: Settings, name: str) -> bool:
     """True if weights, rejection and mode of a run are as in a preset."""
     preset = _settings_of(name)
-    acting = ("mode", "bounding", "criteria", *(x for x in UNSET if not x.startswith(_DESCRIBED)))
-    return all(getattr(run, x) == getattr(preset, x) for x in acting)
-
-
-# Fields that `mode`, `bounding` and `criteria` describe
-_DESCRIBED = ("rollout_is", "rollout_rs", "bypass_mode", "rollout_loss_type")
+    return (run.mode, run.bounding, run.criteria) == (preset.mode, preset.bounding, preset.criteria)
 
 
 @cache
