@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bands import NEGLIGIBLE
-from .observed import BINS, DumpedTokens, mean_of_equal
+from .observed import DumpedTokens, edges_of_bins, mean_of_equal
 
 
 # Root mean square of the log-ratio, in nats, below which the diagnosis looks for no cause.
@@ -53,8 +53,8 @@ def bounded(share: float) -> float:
 
 def in_bins(keys: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Mean of the values in each token's bin. The bins are quantiles of the keys, with equal numbers of tokens."""
-    edges = np.quantile(keys, np.linspace(0, 1, min(BINS, max(len(keys) // 20, 1)) + 1)[1:-1])
-    return mean_of_equal(np.searchsorted(edges, keys), values, np.ones(len(keys)) if weights is None else weights)
+    weights = np.ones(len(keys)) if weights is None else weights
+    return mean_of_equal(np.searchsorted(edges_of_bins(keys), keys), values, weights)
 
 
 def alike(keys: np.ndarray, values: np.ndarray) -> float:

@@ -13,7 +13,7 @@ from ..dump.sequences import Sequences
 
 
 SEAM = 2  # tokens after the edge of a turn that count as its beginning
-BINS = 20  # of equally likely tokens
+BINS = 20  # of equally likely tokens, at most
 
 
 class Broken(NamedTuple):
@@ -158,8 +158,7 @@ class DumpedTokens:
     @cached_property
     def k3(self) -> float:
         """`rollout_corr/k3_kl` of these tokens, with the bound of the metric."""
-        powers = np.expm1(np.minimum(self.d, LARGEST_POWER))
-        return float(np.mean(powers - self.d)) if len(self) else 0.0
+        return mean_k3(self.d)
 
     @cached_property
     def middle(self) -> np.ndarray:
@@ -181,8 +180,7 @@ class DumpedTokens:
 
     def usual_size(self, inside: np.ndarray) -> np.ndarray:
         """For each token, `(N,)`, the root mean square of the log-ratio at the equally likely tokens `inside`."""
-        bins = min(BINS, max(int(inside.sum()) // 20, 1))
-        edges = np.quantile(self.middle[inside], np.linspace(0, 1, bins + 1)[1:-1])
+        edges = edges_of_bins(self.middle[inside])
         squares = mean_of_equal(np.searchsorted(edges, self.middle), np.square(self.d), inside)
         return np.asarray(np.sqrt(squares))
 
@@ -297,6 +295,17 @@ class DumpedTokens:
         """Means over the tokens of each sequence, `(B,)`; NaN without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
+
+
+def mean_k3(d: np.ndarray) -> float:
+    """Mean of `exp(d) - 1 - d`, with the bound of the metric `k3_kl`; 0 without tokens."""
+    return float(np.mean(np.expm1(np.minimum(d, LARGEST_POWER)) - d)) if d.size else 0.0
+
+
+def edges_of_bins(keys: np.ndarray) -> np.ndarray:
+    """Edges between `BINS` quantiles of the keys, or fewer, so that about 20 keys or more are in each."""
+    bins = min(BINS, max(len(keys) // 20, 1))
+    return np.asarray(np.quantile(keys, np.linspace(0, 1, bins + 1)[1:-1]))
 
 
 def mean_of_equal(keys: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...correction.functional import LARGEST_POWER
-from .evidence import POSSIBLE, Evidence, mean, spearman
+from .evidence import POSSIBLE, Evidence, spearman
 from .growth import as_small_as_rounding, growing, keeps_growing, stands_still, step_explains
-from .observed import DumpedTokens
+from .observed import DumpedTokens, mean_k3
 
 
 NONE, HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it
@@ -84,8 +83,7 @@ def only_some_texts(o: DumpedTokens) -> bool:
 
 def k3_of_rows(o: DumpedTokens, rows: np.ndarray) -> float:
     """`k3_kl` of the tokens of some sequences, `(B,)`."""
-    d = o.d[rows[o.row]]
-    return mean(np.expm1(np.minimum(d, LARGEST_POWER)) - d)
+    return mean_k3(o.d[rows[o.row]])
 
 
 def with_equal_weights(o: DumpedTokens) -> float:

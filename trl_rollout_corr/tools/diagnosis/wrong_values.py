@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from .evidence import ENOUGH_TOKENS, FLOOR, MANY, Evidence, bounded, errors_from_1, mean, spearman
-from .observed import BINS, DumpedTokens, mean_of_equal
+from .evidence import ENOUGH_TOKENS, FLOOR, MANY, Evidence, bounded, errors_from_1, in_bins, mean, spearman
+from .observed import DumpedTokens
 
 
 def nan_rows(o: DumpedTokens) -> Evidence | None:
@@ -92,7 +92,7 @@ def offset(o: DumpedTokens) -> Evidence | None:
     if len(d) < ENOUGH_TOKENS or abs(amount) < FLOOR:
         return None
     constant = amount**2 / mean(np.square(d))
-    means = mean_of_equal(np.searchsorted(_edges(o.middle[o.core]), o.middle[o.core]), d, np.ones(len(d)))
+    means = in_bins(o.middle[o.core], d)
     apart = float(np.quantile(np.abs(means - amount), MANY)) / abs(amount)
     impossible = mean(o.rollout > -_SURE)
     numbers = {"amount": amount, "constant": constant, "apart": float((d - amount).std()), "above": impossible}
@@ -103,10 +103,6 @@ def offset(o: DumpedTokens) -> Evidence | None:
     # truncation of a policy that is nowhere sure takes the same from every token, and leaves no value above 0
     proven = amount > 0 or impossible > 0
     return Evidence(constant if apart < _FLAT and proven else 0.0, constant, numbers, sentence)
-
-
-def _edges(values: np.ndarray) -> np.ndarray:
-    return np.asarray(np.quantile(values, np.linspace(0, 1, min(BINS, max(len(values) // 20, 1)) + 1)[1:-1]))
 
 
 _IMPLAUSIBLE = -3.0  # logarithm of a share of the distribution too small for any truncation
