@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..messages import uncapitalized
 from .criteria import Bounding, Criterion
-from .of_trl import DEFAULTS_OF_TRL
+from .of_trl import DEFAULTS_OF_TRL, MODE, PREFIX_OF_TRL, SWITCH
 from .resolve import Settings
 
 
@@ -36,8 +36,6 @@ _DISTORTING = (
     "thinking_token_budget",
 )
 _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}  # the others are off at None, 0 and empty
-OF_TRL = "vllm_importance_sampling_"  # prefix of the fields of TRL's own correction
-SWITCH, MODE = f"{OF_TRL}correction", f"{OF_TRL}mode"
 # `k3_kl` with BF16 on both sides, in nats per token: a model of 8B parameters, and one of 135M (`docs/trl.md`)
 _GAPS = (0.0008, 0.002)
 # Worth a warning: a mean weight or an effective sample size below, or a share of rejected completions above. They are
@@ -78,7 +76,9 @@ def effects(settings: Settings, fields: Mapping[str, Any]) -> list[Effect]:
 
 def _of_trl(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
     """Fields of TRL's own correction that have no effect."""
-    given = {name: x for name, x in fields.items() if name.startswith(OF_TRL) and x != DEFAULTS_OF_TRL.get(name, ...)}
+    given = {
+        name: x for name, x in fields.items() if name.startswith(PREFIX_OF_TRL) and x != DEFAULTS_OF_TRL.get(name, ...)
+    }
     if settings.by_trl:
         off = fields.get(SWITCH, True) in (False, None)
         bounds = {name: x for name, x in given.items() if name != SWITCH}
@@ -202,7 +202,8 @@ def _about_weights(settings: Settings, part: str, lost: str) -> str:
 
 def _is_default(settings: Settings) -> bool:
     return (
-        settings.rollout_is_threshold == [0.0, DEFAULTS_OF_TRL[f"{OF_TRL}clip_max"]] and not settings.rollout_is_clamp
+        settings.rollout_is_threshold == [0.0, DEFAULTS_OF_TRL[f"{PREFIX_OF_TRL}clip_max"]]
+        and not settings.rollout_is_clamp
     )
 
 

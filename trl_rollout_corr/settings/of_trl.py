@@ -8,9 +8,10 @@ from ..messages import SettingError
 from .thresholds import parse_number, parse_weight_threshold
 
 
-_TRL = "vllm_importance_sampling_"
+PREFIX_OF_TRL = "vllm_importance_sampling_"
+SWITCH, MODE = f"{PREFIX_OF_TRL}correction", f"{PREFIX_OF_TRL}mode"
 _DEFAULTS = {"correction": True, "mode": "sequence_mask", "clip_max": 3.0, "clip_min": None, "cap": None}
-DEFAULTS_OF_TRL: dict[str, Any] = {f"{_TRL}{name}": value for name, value in _DEFAULTS.items()}
+DEFAULTS_OF_TRL: dict[str, Any] = {f"{PREFIX_OF_TRL}{name}": value for name, value in _DEFAULTS.items()}
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,20 +19,20 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
     # The `mask` modes set weights outside the bounds to 0 and keep the others, which is IcePop. TRL sets the ratio of
     # a token without a log-probability to 1, hence `rollout_nan_policy`.
     settings = {**DEFAULTS_OF_TRL, **given}
-    if not settings[f"{_TRL}correction"]:
+    if not settings[SWITCH]:
         return {"rollout_correction": "disabled"}
-    mode = settings[f"{_TRL}mode"]
+    mode = settings[MODE]
     level, _, bounding = str(mode).partition("_")
     if level not in ("token", "sequence") or bounding not in ("truncate", "mask"):
         allowed = "token_truncate, token_mask, sequence_truncate or sequence_mask"
-        raise SettingError(f"{_TRL}mode", mode, allowed=allowed)
-    of_upper = f"{_TRL}cap" if settings[f"{_TRL}cap"] else f"{_TRL}clip_max"
-    upper, lower = settings[of_upper], settings[f"{_TRL}clip_min"]
+        raise SettingError(MODE, mode, allowed=allowed)
+    of_upper = f"{PREFIX_OF_TRL}cap" if settings[f"{PREFIX_OF_TRL}cap"] else f"{PREFIX_OF_TRL}clip_max"
+    upper, lower = settings[of_upper], settings[f"{PREFIX_OF_TRL}clip_min"]
     upper = math.inf if upper is None else parse_number(upper, of_upper)
     if upper < 1:
         raise SettingError(of_upper, upper, "or it shrinks all weights", "at least 1", "TRL's default is 3.0.")
-    if lower is not None and not 0 <= (lower := parse_number(lower, f"{_TRL}clip_min")) <= 1:
-        raise SettingError(f"{_TRL}clip_min", lower, allowed="from 0 to 1, or None")
+    if lower is not None and not 0 <= (lower := parse_number(lower, f"{PREFIX_OF_TRL}clip_min")) <= 1:
+        raise SettingError(f"{PREFIX_OF_TRL}clip_min", lower, allowed="from 0 to 1, or None")
     truncates = bounding == "truncate"
     one_bound = truncates and lower is None
     threshold = parse_weight_threshold(upper if one_bound else [lower or 0.0, upper])

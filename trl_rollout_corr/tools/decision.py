@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from ..messages import uncapitalized
 from ..settings.config import RolloutCorrectionConfig
+from ..settings.of_trl import MODE
 from ..settings.presets import DEFAULT as AUTO
 from ..settings.resolve import Settings
 from .bands import HEALTHY, NEGLIGIBLE
-from .run_facts import MODE
 
 
 Gap = Literal["none", "small", "large"]

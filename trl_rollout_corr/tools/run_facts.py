@@ -5,10 +5,8 @@ Facts about a run that follow from its settings, from fields of TRL, and from th
 from collections.abc import Mapping
 from typing import Any
 
+from ..settings.of_trl import MODE
 from ..settings.resolve import Settings
-
-
-MODE = "vllm_importance_sampling_mode"
 
 
 def known_age(oldest: float | None, step: int) -> float | None:

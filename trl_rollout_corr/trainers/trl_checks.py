@@ -15,8 +15,9 @@ import torch
 
 from .. import door
 from ..messages import warn, warn_idle
-from ..settings.effects import OF_TRL, effects, truncations
+from ..settings.effects import effects, truncations
 from ..settings.fields import LOSS_TYPES
+from ..settings.of_trl import PREFIX_OF_TRL
 from ..settings.resolve import Settings
 
 
@@ -237,7 +238,9 @@ def warn_about_engine_kwargs(config: Any, settings: Settings) -> None:
 
 def warn_about_effects(config: Any, settings: Settings) -> None:
     """Warn about what the configuration does to the loss, see [`~trl_rollout_corr.settings.effects`]."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name.startswith(OF_TRL)}
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(config) if field.name.startswith(PREFIX_OF_TRL)
+    }
     given = {name: x for name, x in vars(config).items() if name not in defaults or x != defaults[name]}
     for effect in effects(settings, given):
         advice = f" {door.advice(settings, vars(config))}" if effect.is_harm else ""

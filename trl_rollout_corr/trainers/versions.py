@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..settings.effects import OF_TRL, SWITCH
+from ..settings.of_trl import PREFIX_OF_TRL, SWITCH
 from ..settings.resolve import Settings
 
 
@@ -67,7 +67,7 @@ def without_trl_correction(config: Any, settings: Settings) -> Iterator[None]:
     if settings.by_trl:
         yield
         return
-    before = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name.startswith(OF_TRL)}
+    before = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name.startswith(PREFIX_OF_TRL)}
     switches = [name for name, value in before.items() if value is True]
     try:
         for name in switches:

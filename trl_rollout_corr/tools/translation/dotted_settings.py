@@ -5,7 +5,7 @@ from typing import Any
 
 from ...messages import SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.effects import OF_TRL
+from ...settings.of_trl import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
 from .own_settings import preset_of, tell_effects
@@ -63,7 +63,7 @@ def read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tuple
             of_others = f", and `{doubtful[0]}` is not translated" if doubtful else ""
             raise ValueError(
                 "it has no settings of verl (`actor_rollout_ref`, `algorithm.rollout_correction`) or SkyRL "
-                f"(`trainer.algorithm`), and none of TRL's `{OF_TRL}*`{of_others}"
+                f"(`trainer.algorithm`), and none of TRL's `{PREFIX_OF_TRL}*`{of_others}"
             )
         warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
         section = None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...messages import SettingError, nearest
-from ...settings.of_trl import DEFAULTS_OF_TRL, fields_of
+from ...settings.of_trl import DEFAULTS_OF_TRL, SWITCH, fields_of
 from ...settings.thresholds import none_if_null, parse_truth
 
 
@@ -22,7 +22,7 @@ TRUTH_KEYS = (
     "bypass_old_logprob_for_rollout",
     "use_pure_rollout_correction",
     "use_policy_gradient",
-    "vllm_importance_sampling_correction",
+    SWITCH,
 )
 OFF = {"rollout_correction": "disabled"}
 

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from ...messages import SettingError, warn
-from ...settings.effects import OF_TRL
 from ...settings.fields import FIELDS
+from ...settings.of_trl import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import to_trl
 from .dotted_settings import ONLY_VERL, estimator_of, read_verl
@@ -59,7 +59,7 @@ _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 def is_of_trl(content: Mapping[str, Any], of_trl: Mapping[str, Any]) -> bool:
     """True for a file of TRL or Axolotl, in which `of_trl` are the fields of TRL."""
     marks = _OF_TRL | _OF_RLOO | _OF_ASYNCHRONOUS
-    return bool(content.keys() & marks) or any(str(key).startswith(OF_TRL) for key in of_trl)
+    return bool(content.keys() & marks) or any(str(key).startswith(PREFIX_OF_TRL) for key in of_trl)
 
 
 def convert_trl_file(
@@ -143,11 +143,11 @@ def _own_fields_beside(sections: list[str], content: Mapping[str, Any]) -> dict[
 
 def _check_own_correction(of_trl: Mapping[str, Any]) -> None:
     """Raise an error for fields of TRL's own correction that cannot be kept, and warn about an old name."""
-    of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(OF_TRL)}
+    of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(PREFIX_OF_TRL)}
     from_trl(of_correction)  # an error if one is refused
-    if of_correction.get(f"{OF_TRL}cap") is not None:
-        new = f"{OF_TRL}clip_max"
-        warn(f"`{OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{OF_TRL}cap")
+    if of_correction.get(f"{PREFIX_OF_TRL}cap") is not None:
+        new = f"{PREFIX_OF_TRL}clip_max"
+        warn(f"`{PREFIX_OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{PREFIX_OF_TRL}cap")
 
 
 def _new_plugins(content: Mapping[str, Any]) -> list[object]:
@@ -190,7 +190,7 @@ def _trainer_of(of_trl: Mapping[str, Any]) -> str | None:
         return "async_grpo"
     if not _OF_RLOO.isdisjoint(of_trl):
         return "rloo"
-    is_grpo = not _OF_GRPO.isdisjoint(of_trl) or any(str(name).startswith(OF_TRL) for name in of_trl)
+    is_grpo = not _OF_GRPO.isdisjoint(of_trl) or any(str(name).startswith(PREFIX_OF_TRL) for name in of_trl)
     return "grpo" if is_grpo else None
 
 
