@@ -562,8 +562,8 @@ def test_updates_of_the_policy_itself_are_not_what_was_unlearnt():
     log = history(*[{**CORRECTED, **STALE, REWARDED: value} for value in (*[0.0] * 20, *[0.2] * 20)])
     clipped = config(rollout_correction="bypass_ppo_clip")
     assert severe(examine(log, clipped)) == [("unlearning", 26)]
-    assert severe(examine(log, clipped, num_iterations=4)) == []
-    assert severe(examine(log, config(), num_iterations=4)) == [("unlearning", 26)]
+    assert severe(examine(log, clipped, fields={"num_iterations": 4})) == []
+    assert severe(examine(log, config(), fields={"num_iterations": 4})) == [("unlearning", 26)]
 
 
 def test_it_is_given_as_many_steps_as_the_sampler_is_behind():
@@ -666,9 +666,11 @@ def test_samples_that_were_trained_on_have_no_mean_ratio_of_one():
     window = {**HEALTHY_WINDOW, "kl": 0.02, "k3_kl": 0.0006}
     log, bypass = history(*[window] * 9), config(rollout_correction="bypass_ppo_clip")
     assert (
-        found(log, bypass) == [alarm.bound for alarm in examine(log, config(), num_iterations=4)] == ["biased_ratio"]
+        found(log, bypass)
+        == [alarm.bound for alarm in examine(log, config(), fields={"num_iterations": 4})]
+        == ["biased_ratio"]
     )
-    assert examine(log, bypass, num_iterations=4) == []
+    assert examine(log, bypass, fields={"num_iterations": 4}) == []
 
 
 def test_a_tight_lower_bound_is_no_veto():

@@ -117,7 +117,6 @@ def examine(
     history: Iterable[Mapping[str, object]],
     settings: Settings | None = None,
     *,
-    num_iterations: int = 1,
     fields: Mapping[str, Any] | None = None,
 ) -> list[Alarm]:
     """
@@ -132,11 +131,9 @@ def examine(
             Settings of the run, `args.settings`, whose `rollout_monitor_bounds` apply. Without them nobody knows
             whether the run corrects, so `k3_high`, `k3_uncorrected`, `gap_stays` and `gap_clipped` stay silent. A log
             of TRL's own trainer is read with TRL's default.
-        num_iterations (`int`, *optional*, defaults to `1`):
-            How often the run trains on a batch: TRL's field of this name.
         fields (`Mapping[str, Any]`, *optional*):
             Fields of the configuration by name, such as `vars(args)`. The advice depends on them: TRL corrects only
-            GRPO, and only with vLLM.
+            GRPO, and only with vLLM. Without `num_iterations` among them, a run trains once on a batch.
 
     Returns:
         `list[Alarm]`: one per bound, the most serious first; empty if no rule finds anything.
@@ -148,7 +145,7 @@ def examine(
     entries = as_logged(history)
     if entries and not any(map(is_window, entries)):
         raise ValueError(f"`history` {WITHOUT_METRICS}")
-    return alarms_of_log(entries, settings, {"num_iterations": num_iterations, **(fields or {})})
+    return alarms_of_log(entries, settings, fields or {})
 
 
 def alarms_of_log(
