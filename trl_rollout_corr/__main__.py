@@ -1,9 +1,16 @@
 """
 Command line.
 
-    trl-rollout-corr convert old.yaml trl-rollout-corr report outputs/run -o report.html trl-rollout-corr compare
-    outputs/run/dump trl-rollout-corr diagnose outputs/run/dump trl-rollout-corr probe Qwen/Qwen3-0.6B --config
-    recipe.yaml trl-rollout-corr recipes trl-rollout-corr docs debugging trl-rollout-corr check run.yaml
+```bash
+trl-rollout-corr convert old.yaml
+trl-rollout-corr report outputs/run -o report.html
+trl-rollout-corr compare outputs/run/dump
+trl-rollout-corr diagnose outputs/run/dump
+trl-rollout-corr probe Qwen/Qwen3-0.6B --config recipe.yaml
+trl-rollout-corr recipes
+trl-rollout-corr docs debugging
+trl-rollout-corr check run.yaml
+```
 """
 
 import argparse
