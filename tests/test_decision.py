@@ -51,7 +51,6 @@ from trl_rollout_corr.tools.monitor.texts import fill
 from trl_rollout_corr.tools.monitor.windows import Window
 from trl_rollout_corr.tools.report.compose import compose
 from trl_rollout_corr.tools.report.facts import analyse
-from trl_rollout_corr.tools.run_facts import known_age
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}
@@ -155,13 +154,6 @@ def test_gaps_are_small_from_where_weights_change_something_up_to_the_healthy_li
     assert [gap_of(x) for x in (0.001, 0.03, 0.099, 0.11, 1.0)] == ["none", "small", "small", "large", "large"]
     assert [gap_of(math.nextafter(NEGLIGIBLE, 0)), gap_of(NEGLIGIBLE)] == ["none", "small"]
     assert [gap_of(SMALL), gap_of(math.nextafter(SMALL, 1))] == ["small", "large"]
-
-
-def test_an_age_is_known_from_the_second_step_on():
-    """In the first step, all weights are fresh, whatever follows."""
-    assert [known_age(0.0, step) for step in (1, 2)] == [None, 0.0]
-    assert [known_age(2.0, step) for step in (1, 2)] == [2.0, 2.0]
-    assert [known_age(None, step) for step in (1, 5)] == [None, None]
 
 
 # Every voice ----------------------------------------------------------------------------------------------------------

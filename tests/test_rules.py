@@ -17,7 +17,7 @@ from trl_rollout_corr.tools.bands import HEALTHY
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
 from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE_K3, ROUNDED, fill
-from trl_rollout_corr.tools.monitor.windows import Window
+from trl_rollout_corr.tools.monitor.windows import Course, Window
 
 
 DISABLED = {"rollout_correction": "disabled"}
@@ -671,6 +671,20 @@ def test_samples_that_were_trained_on_have_no_mean_ratio_of_one():
         == ["biased_ratio"]
     )
     assert examine(log, bypass, fields={"num_iterations": 4}) == []
+
+
+@pytest.mark.parametrize(
+    ("ages", "fresh"),
+    [([0.0], False), ([0.0, 0.0], True), ([2.0, 0.0], False), ([0.0, 2.0], False), ([None, None], False),
+     ([0.0, None], False)],
+)  # fmt: skip
+def test_weights_are_known_to_be_fresh_from_the_second_step_on(ages, fresh):
+    """In the first step, all weights are fresh, whatever follows."""
+    course = Course()
+    for step, age in enumerate(ages, 1):
+        window = Window({"step": step, f"{PREFIX}staleness_max": age}, None, course)
+        course.add(window)
+    assert window.is_fresh == fresh
 
 
 def test_a_tight_lower_bound_is_no_veto():

@@ -1,17 +1,10 @@
-"""
-Facts about a run that follow from its settings, from fields of TRL, and from the ages of its completions. No torch.
-"""
+"""Facts about a run that follow from its settings and from fields of TRL. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ..settings.of_trl import MODE
 from ..settings.resolve import Settings
-
-
-def known_age(oldest: float | None, step: int) -> float | None:
-    """Age of the oldest completion up to a step; `None` if unknown. All weights are fresh in step 1."""
-    return None if oldest is None or (oldest < 1 and step <= 1) else oldest
 
 
 def iterations_of(fields: Mapping[str, Any]) -> int:

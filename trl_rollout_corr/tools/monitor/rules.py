@@ -123,7 +123,7 @@ RULES = [
             "{gave} in our measurements.",
             "advice": "{find}",
             "measure": conditions.gap_from_the_start,
-            "applies": lambda window: window.corrects is not False and window.is_young and not window.rounds_more,
+            "applies": lambda window: window.corrects is not False and window.is_fresh and not window.rounds_more,
         },
         key="k3_kl",
         seen="`k3_kl` is {value}, above {limit:g}, and nothing corrects for it.",
@@ -180,7 +180,7 @@ RULES = [
         "log-probabilities than it drew with.",
         advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults, and check that "
         "log-probabilities are taken after temperature, belong to their tokens, and are no fillers, such as 0.0.",
-        applies=lambda window: window.fresh,
+        applies=lambda window: window.before_updates,
         measure=conditions.bias,
         covers=("k3_corrected",),
     ),
@@ -192,7 +192,7 @@ RULES = [
         "weights that sample are fresh.",
         why="Neither rounding nor a push knows the advantage, so something after the rewards makes the difference.",
         advice="{find}",
-        applies=lambda window: window.is_young,
+        applies=lambda window: window.is_fresh,
         measure=conditions.gap_by_sign,
     ),
     _rule(

@@ -163,7 +163,7 @@ def _corrects(window: Window) -> str:
     """What the run does about a gap."""
     if window.settings is None:
         return _UNKNOWN
-    return corrects_fresh(window.settings) if window.settings.weighs_stale_only and window.is_young else _CORRECTS
+    return corrects_fresh(window.settings) if window.settings.weighs_stale_only and window.is_fresh else _CORRECTS
 
 
 def corrects_fresh(settings: Settings) -> str:
@@ -180,7 +180,7 @@ def _uncorrected(window: Window) -> str:
 def _corrected(window: Window) -> str:
     """Why a gap matters although the run corrects for it, or why it may be harmless."""
     # an age of 0 explains nothing, and is no comfort
-    if window.is_young and origin(window) == "open" and _gap(window) <= HUGE:
+    if window.is_fresh and origin(window) == "open" and _gap(window) <= HUGE:
         return _CORRECTED_FRESH
     return _by_origin(_CORRECTED_HUGE if _gap(window) > HUGE else _CORRECTED, window)
 

@@ -11,7 +11,7 @@ from ...messages import PREFIX
 from ...settings.criteria import Bounding
 from ...settings.resolve import Settings
 from ..bands import beyond_entropy
-from ..run_facts import clips_by_trl, iterations_of, known_age, samples_with_8_bits
+from ..run_facts import clips_by_trl, iterations_of, samples_with_8_bits
 from .stock import value_of
 
 
@@ -215,7 +215,7 @@ class Window:
 
     def get(self, key: str) -> float | None:
         """A metric of rollout correction; `None` if missing, NaN, or mixed with updates on the batch."""
-        if key in _GAPS and not self.fresh:
+        if key in _GAPS and not self.before_updates:
             return None
         value = self.metrics.get(PREFIX + key)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
@@ -228,16 +228,13 @@ class Window:
         return int(self.metrics.get("step", 0))
 
     @property
-    def age(self) -> float | None:
-        """The age of the run's oldest completion so far, in optimizer steps; `None` if unknown."""
+    def is_fresh(self) -> bool:
+        """
+        True if all completions so far are known to be of the trainer's weights. The first step tells nothing, because
+        all weights are fresh there, whatever follows.
+        """
         age = self.get("staleness_max")
-        oldest = max(age or 0.0, self.course.oldest)
-        return known_age(None if age is None and oldest < 1 else oldest, self.step)
-
-    @property
-    def is_young(self) -> bool:
-        """True if all completions so far are known to be of the trainer's weights."""
-        return self.age is not None and self.age < 1
+        return age is not None and max(age, self.course.oldest) < 1 and self.step > 1
 
     @property
     def reuses(self) -> bool:
@@ -245,7 +242,7 @@ class Window:
         return iterations_of(self.fields) > 1
 
     @property
-    def fresh(self) -> bool:
+    def before_updates(self) -> bool:
         """True if the policy did not train yet on the samples of the ratios."""
         return not self.reuses or self.settings is None or not self.settings.bypass_mode
 
@@ -301,7 +298,7 @@ class Window:
     @property
     def clips_at_once(self) -> bool:
         """True if the loss clips around the sampler, although the weights are fresh and the batch is new."""
-        return self.clips and not self.reuses and self.age is not None and self.age < 1
+        return self.clips and not self.reuses and self.is_fresh
 
     @property
     def clips(self) -> bool:
