@@ -476,7 +476,7 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
             "is True, but 'token_tv' in `rollout_rs` depends on the advantages",
         ),
         ({"rollout_monitor": "shout"}, "`rollout_monitor` must be one of warn or None, got 'shout'"),
-        ({"rollout_monitor": "stop"}, "`rollout_monitor` must be warn or None, got 'stop'. `stop` was removed"),
+        ({"rollout_monitor": "stop"}, "`rollout_monitor` must be one of warn or None, got 'stop'"),
         ({"rollout_routing": "repeat"}, "`rollout_routing` must be one of replay or None, got 'repeat'"),
         ({"rollout_monitor_bounds": "k3"}, "`rollout_monitor_bounds` must be numbers, or None, .* got 'k3'"),
         ({"rollout_monitor_bounds": '{"k3_high": "x"}'}, "for 'k3_high' must be a number, .* got 'x'"),

@@ -71,13 +71,6 @@ def _preset(value: object) -> str | None:
     return value
 
 
-def _monitor(value: object) -> Any:
-    if value == "stop":  # a choice of earlier releases
-        remedy = "`stop` was removed: it would have ended none of our published runs. `warn` raises the same alarms."
-        raise SettingError("rollout_monitor", value, allowed="warn or None", remedy=remedy)
-    return _choice("rollout_monitor", (*MONITOR_ACTIONS, None), value)
-
-
 def _criteria(value: object) -> Any:
     return "preset" if value in ("preset", ["preset"]) else parse_criteria(value)
 
@@ -163,7 +156,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
     "rollout_engine_kwargs": partial(_unless_none, _engine_kwargs),
     "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
-    "rollout_monitor": _monitor,
+    "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
     "rollout_monitor_bounds": _bounds,
     "rollout_diagnose": partial(parse_truth, field="rollout_diagnose"),
     "rollout_dump_dir": partial(_unless_none, _folder),
