@@ -1,5 +1,5 @@
 """
-The picture of README: long answers with fresh weights, with TRL's default and with `auto`, over three seeds.
+The picture of README: long answers with fresh weights, with each correction and without one, over three seeds.
 
     python benchmarks/long_picture.py    # from `results/long_answers.json`, without training
 
@@ -16,15 +16,31 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = HERE / "results/long_answers.json", HERE.parent / "docs/images/long_answers.svg"
-ARMS = {"TRL's default": "TRL's default", "`auto`": "auto"}
+ARMS = {  # of the results, and their names in the picture
+    "none": "no correction",
+    "TRL's default": "TRL's default",
+    "TRL's `token_truncate`": "TRL's token_truncate",
+    "`auto`": "auto",
+}
 POINTS = {"k3": "gap (k3_kl)", "weight": "mean weight"}  # of a run, a mean over its steps
 
 TITLE = (
-    "Answers of 512 tokens, fresh weights, three seeds: gap, mean weight and reward with TRL's default and with auto"
+    "Answers of 512 tokens, fresh weights, three seeds: gap, mean weight and reward without a correction, with TRL's two, "
+    "and with auto"
 )
-# Of the page, text, axes and the two arms, as GitHub has them
-LIGHT = {"page": "#ffffff", "text": "#1f2328", "axes": "#818b98", "TRL's default": "#6e7781", "`auto`": "#0969da"}
-DARK = {"page": "#0d1117", "text": "#f0f6fc", "axes": "#6e7681", "TRL's default": "#9198a1", "`auto`": "#4493f8"}
+# Of the page, text, axes and the arms, as GitHub has them
+LIGHT = {
+    "page": "#ffffff",
+    "text": "#1f2328",
+    "axes": "#818b98",
+    **dict(zip(ARMS, ("#6e7781", "#cf222e", "#8250df", "#0969da"), strict=True)),
+}
+DARK = {
+    "page": "#0d1117",
+    "text": "#f0f6fc",
+    "axes": "#6e7681",
+    **dict(zip(ARMS, ("#9198a1", "#f85149", "#ab7df8", "#4493f8"), strict=True)),
+}
 FONTS = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 STYLE = {
     "svg.hashsalt": "long_answers",  # the same file each time
@@ -50,24 +66,23 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path):
 
     with matplotlib.rc_context(STYLE):
         sizes = {"width_ratios": [1, 1, 1.5]}
-        figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.2), layout="constrained", gridspec_kw=sizes)
+        figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.5), layout="constrained", gridspec_kw=sizes)
         figure.set_facecolor(LIGHT["page"])
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
         for panel, (name, title) in zip(panels, POINTS.items(), strict=False):
             for place, arm in enumerate(ARMS):
                 values = [row[name] for row in runs_of(rows, arm)]
                 panel.plot([place] * len(values), values, "o", color=LIGHT[arm], markersize=9)
-            panel.set(title=title, xlim=(-0.6, 1.6), xticks=[0, 1], xticklabels=["TRL", "auto"])
+            panel.set(title=title, xlim=(-0.6, len(ARMS) - 0.4), xticks=[])
             panel.margins(y=0.2)
         for arm in ARMS:
             steps, mean, low, high = band(runs_of(rows, arm))
             panels[2].plot(steps, mean, color=LIGHT[arm], linewidth=2.4)
-            panels[2].fill_between(steps, low, high, color=LIGHT[arm], alpha=0.2, linewidth=0)
-            named = {"color": LIGHT[arm], "fontweight": "bold", "va": "center"}
-            panels[2].annotate(ARMS[arm], (steps[-1] + 0.4, mean[-1]), **named)
-        panels[2].set(
-            title="reward", xlabel="optimizer steps", xlim=(1, 1.5 * steps[-1]), xticks=range(5, steps[-1] + 1, 5)
-        )
+            panels[2].fill_between(steps, low, high, color=LIGHT[arm], alpha=0.12, linewidth=0)
+        panels[2].set(title="reward", xlabel="optimizer steps", xticks=range(5, steps[-1] + 1, 5))
+        names = [plt.Line2D([], [], linestyle="none", color=LIGHT[arm], label=name) for arm, name in ARMS.items()]
+        bold = {"handlelength": 0, "prop": {"weight": "bold"}, "labelcolor": "linecolor", "frameon": False}
+        figure.legend(handles=names, loc="outside lower center", ncols=len(ARMS), **bold)
         for panel in panels:
             panel.set_ylim(0)
             panel.set_facecolor("none")
