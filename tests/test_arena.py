@@ -621,6 +621,23 @@ def test_runs_of_the_rule_that_followed_stand_next_to_the_archive(arena):
     assert "`cap1`" not in of_stale[-2] + of_stale[-1]
 
 
+def test_a_sampler_that_announces_its_age_stands_next_to_arms_that_do_not_read_it(arena):
+    cell = "grpo-tagged_words-lag_8-faster"
+    about = {"seed": 0, "falls": False}
+    announced = [{"cell": f"{cell}-announced", "arm": "auto", "accuracy": 0.85, **about}]
+    new = [
+        {"cell": "new", "arm": arm, "accuracy": accuracy, **about, "falls": arm == "none"}
+        for arm, accuracy in (("auto", 0.7), ("none", 0.2), ("token_2", 0.9))
+    ]
+    before = [{"cell": cell, "arm": arm, "accuracy": 0.5, **about} for arm in ("trl", "dppo_tv")]
+    found = {"second": {"rows": before}, "unseen": {"rows": new}, "announced": {"rows": announced}}
+    *_, of_new, of_announced = arena("report").unseen(found).splitlines()
+    assert of_new.startswith("| new | 0.700 | 0 of 1 |  | 0.200 |")
+    assert "| `token_2` (-0.20) | `none` (+0.50) |" in of_new
+    assert of_announced.startswith(f"| {cell}-announced | 0.850 | 0 of 1 |  |  | 0.500 |")
+    assert "| none | `trl` (+0.35), `dppo_tv` (+0.35) |" in of_announced
+
+
 def test_published_runs_of_one_machine_are_the_means_of_their_looks(arena):
     results = arena("results")
     rows = results.again()

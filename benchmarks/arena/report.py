@@ -401,6 +401,31 @@ def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     return "\n".join(lines)
 
 
+def unseen(results: Mapping[str, Any]) -> str:
+    """
+    A line per cell of gaps and ages that no rule was chosen by: `auto` next to all other arms. A cell of the pretrained model
+    in which the sampler announces its age shows the arms of the cell in which it does not, since they do not read the age.
+    """
+    published = of_all_stages(results)
+    rows = [row for stage in ("unseen", "announced") for row in results[stage]["rows"]]
+    silent = {row["cell"].replace("-announced", ""): row["cell"] for row in results["announced"]["rows"]}
+    rows += [{**row, "cell": silent[row["cell"]]} for row in published if row["cell"] in silent]
+    cells, spread = scores(rows), Spread([*published, *rows])
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "token_2", "dppo_tv", "cap1"]
+    lines = [
+        f"| cell | `auto` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
+        "| --- " * (len(names) + 5) + "|",
+    ]
+    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if "auto" in by_arm):
+        own = by_arm["auto"]
+        fell = f"{sum(falls[cell, 'auto', seed] for seed in own)} of {len(own)}"
+        others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
+        against = against_rivals(own, by_arm, names[1:], partial(spread, cell, "auto"))
+        lines.append(f"| {' | '.join([cell, counted(own), fell, *others, *against])} |")
+    return "\n".join(lines)
+
+
 def against_rivals(
     own: Mapping[Any, float],
     by_arm: Mapping[str, Mapping[int, float]],

@@ -178,8 +178,12 @@ def tables(results: Mapping[str, Any], of_one_machine: Sequence[Row] | None = No
         rows = found["rows"]
         parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
     parts["one_rule"] = report.one_rule(results, CHOSEN)
+    parts["unseen"] = report.unseen(results)
     rows = again() if of_one_machine is None else of_one_machine
-    parts["again"] = report.again([row for row in rows if row["machine"] == OF_AGAIN], results, CHOSEN)
+    missed = {row["cell"] for row in rows if row["machine"] == OF_AGAIN and row["arm"] == CHOSEN}
+    parts["again"] = report.again(
+        [row for row in rows if row["machine"] == OF_AGAIN and row["cell"] in missed], results, CHOSEN
+    )
     announced = {run.cell.name for stage in STAGES.values() for run in stage() if run.sampler.get("announced")}
     weighted = {cell for cell in announced if "lost" not in cell}  # its pushes are announced, and the age is 0
     parts["next"] = report.next_rule([row for row in rows if row["machine"] != OF_AGAIN], results, weighted)
