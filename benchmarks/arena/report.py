@@ -407,8 +407,9 @@ def unseen(results: Mapping[str, Any]) -> str:
     in which the sampler announces its age shows the arms of the cell in which it does not, since they do not read the age.
     """
     published = of_all_stages(results)
-    rows = [row for stage in ("unseen", "announced") for row in results[stage]["rows"]]
-    silent = {row["cell"].replace("-announced", ""): row["cell"] for row in results["announced"]["rows"]}
+    new, announced = (results.get(stage, {"rows": []})["rows"] for stage in ("unseen", "announced"))
+    rows = [*new, *announced]
+    silent = {row["cell"].replace("-announced", ""): row["cell"] for row in announced}
     rows += [{**row, "cell": silent[row["cell"]]} for row in published if row["cell"] in silent]
     cells, spread = scores(rows), Spread([*published, *rows])
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
