@@ -428,7 +428,8 @@ def test_routers_that_the_trainer_does_not_know_are_not_replayed(tmp_path):
         trainer = build(*TRAINERS["grpo"], model, tmp_path, sampler=StaleSampler(path, noise=0.0))
         diagnosis = Diagnosis("found", [finding], 0.3, 0.1, None, 100, 10, config.settings, in_effect)
         text, settings = remedy_for(diagnosis._replace(about=trainer._about), finding)
-        assert settings == ({"rollout_routing": "replay"} if known else {})
+        replay = {"rollout_routing": "replay", "rollout_engine_kwargs": {"enable_return_routed_experts": True}}
+        assert settings == (replay if known else {})  # without replay, vLLM need not return its experts
         assert ("the trainer must know how the model's routers work" in text) == (not known)
 
 

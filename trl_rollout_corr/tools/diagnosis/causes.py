@@ -282,7 +282,7 @@ CAUSES: dict[str, Cause] = {
         Test(precision.routing, 60.0, 120.0),
         "Correct single tokens: one token with other experts would decide the weight of its completion. With vLLM in the "
         "training process and without tensor parallelism, the trainer can also replay the sampler's experts.",
-        {"rollout_routing": "replay"},
+        {"rollout_routing": "replay", "rollout_engine_kwargs": {"enable_return_routed_experts": True}},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on "
         "both sides make them fewer.",
         may_correct=True,

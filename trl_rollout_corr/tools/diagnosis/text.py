@@ -192,6 +192,8 @@ def _possible(
     written = "given" in run
     remote = written and (run.get("use_vllm") is False or run.get("vllm_mode") != "colocate")
     elsewhere = {name: value for name, value in settings.items() if remote and name in _OF_ENGINE}
+    if "rollout_routing" in elsewhere:
+        elsewhere.pop("rollout_engine_kwargs", None)  # without replay, nothing reads the experts
     sentences = [*map(_elsewhere, elsewhere.items())]
     parallel = run.get("vllm_tensor_parallel_size")
     if "rollout_routing" in settings and isinstance(parallel, int) and parallel > 1 and not remote:
@@ -202,6 +204,8 @@ def _possible(
         sentences.append(
             "For `rollout_routing`, the trainer must know how the model's routers work, which it does not."
         )
+    if "rollout_routing" in elsewhere:
+        elsewhere["rollout_engine_kwargs"] = ...
     return {name: x for name, x in settings.items() if name not in elsewhere}, sentences
 
 
