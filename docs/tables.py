@@ -195,8 +195,11 @@ WHEN = {
 def decisions(_: str) -> str:
     """The answers of `trl_rollout_corr/tools/decision.py`. The first one that fits counts."""
     rows = [(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise", row) for row in ROWS]
-    rows.append(("otherwise, with another correction of TRL's own", OTHER_OF_TRL))
     answers = [", ".join(f"`{line}`" for line in yaml_lines(row.set).splitlines()) for _, row in rows]
+    of_trl = yaml_lines(OTHER_OF_TRL.set).strip()
+    answers[-1] += (
+        f"; in GRPO with TRL's weights of whole completions and an up-to-date vLLM, `{of_trl}` is level with it"
+    )
     lines = [
         [when, answer or "leave the settings as they are"] for (when, _), answer in zip(rows, answers, strict=True)
     ]
@@ -238,9 +241,18 @@ def fields(table: str) -> str:
     return completed(table, cells)
 
 
-def presets(table: str) -> str:
-    first = (DEFAULT, "trl")
-    return completed(table, _of_preset, [*first, *(name for name in PRESETS if name not in first)])
+# Presets that a comparison of `benchmarks/arena` trained
+JUDGED = (
+    DEFAULT, "trl", "decoupled_token_is", "decoupled_token_icepop", "bypass_ppo_clip", "bypass_dppo_tv", "disabled",
+)  # fmt: skip
+
+
+def judged_presets(table: str) -> str:
+    return completed(table, _of_preset, JUDGED)
+
+
+def other_presets(table: str) -> str:
+    return completed(table, _of_preset, [name for name in PRESETS if name not in JUDGED])
 
 
 def _of_preset(name: str) -> dict[str, str]:
@@ -299,7 +311,7 @@ def made(page: str) -> str:
         it.__name__: it
         for it in (
             alarms, alarm_record, gaps_by_age, alarm_sections, decisions,
-            cause_sections, metrics, fields, presets, criteria, names, dump,
+            cause_sections, metrics, fields, judged_presets, other_presets, criteria, names, dump,
         )
     }  # fmt: skip
     return re.sub(

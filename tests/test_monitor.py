@@ -436,7 +436,7 @@ def test_what_is_no_rule_is_refused():
 def test_the_document_shows_a_message(observe, caplog):
     window = {f"rollout_corr/{key}": 0.02 for key in ("kl", "k3_kl")} | {"rollout_corr/staleness_max": 8.0}
     early = {**window, "rollout_corr/k3_kl": 0.001, "rollout_corr/kl": 0.001}
-    observe(RolloutCorrectionMonitor(), [early, window, window, window])
+    observe(RolloutCorrectionMonitor(), [*[early] * 9, window, window, window])  # an age of 8 needs 8 steps before
     (said,) = caplog.messages
     assert f"<!-- message -->\n\n```text\n{said}\n```\n" in (ROOT / "docs/alarms.md").read_text(), said
 
