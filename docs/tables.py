@@ -40,7 +40,7 @@ IN_SHORT = {
     "push_or_text": LOOK_AT_PUSH,
     "corrects": "the run corrects for it",
     "uncorrected": f"Training is biased, and {HARMED}.",
-    "corrected": "Up to 0.3 this may be harmless: a gap of old weights grows at first and shrinks later.",
+    "corrected": "While vLLM is behind, up to 0.3 this may be harmless: such a gap grows at first and shrinks later.",
     "gave": "bfloat16 gave 0.002",
     "diagnose": "Set `rollout_diagnose: true` and start again: it names the cause after the first step.",
     "cut": "If answers are cut, raise `max_completion_length`; otherwise look at some completions and their rewards.",
