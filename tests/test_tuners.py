@@ -1,6 +1,7 @@
 """Every tuner of the installed PEFT: what is pushed, and what a push leaves behind, also if it is interrupted."""
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.tiny import load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, messages
 from trl_rollout_corr.tools.arrival import adapters
-from trl_rollout_corr.tools.arrival.adapters import leaving_base_alone
+from trl_rollout_corr.tools.arrival.adapters import _as_before, leaving_base_alone
 
 
 CONFIGS = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -286,3 +287,28 @@ def test_a_run_goes_on_after_a_push_that_was_interrupted(trained, kind, place):
     generation.sync_weights()
     assert trainer.rollout_step == trainer.state.global_step > step
     assert_as_before(trainer.model, before)
+
+
+class PartitionedParameters(OrderedDict):
+    """As DeepSpeed's dictionary of parameters (ZeRO-3): it cannot be copied, and a look at a key gathers from all ranks."""
+
+    def __init__(self, parent_module, *args):
+        super().__init__(*args)
+        self._parent_module = parent_module
+
+    def __getitem__(self, key):
+        raise AssertionError("a gather outside of a gathering context")
+
+
+def test_a_module_whose_parameters_are_partitioned_is_given_back_as_it_was():
+    layer = torch.nn.Linear(2, 2)
+    before = dict(layer._parameters)
+    layer._parameters = PartitionedParameters(layer, before.items())
+    with _as_before(layer):
+        layer._parameters["weight"] = torch.nn.Parameter(torch.zeros(2, 2))
+        layer._parameters["merged"] = None
+        layer.merged_adapters = ["default"]
+    assert dict(layer._parameters.items()).keys() == before.keys()
+    assert all(value is before[name] for name, value in layer._parameters.items())
+    assert isinstance(layer._parameters, PartitionedParameters)
+    assert not hasattr(layer, "merged_adapters")

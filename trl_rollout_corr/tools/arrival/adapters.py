@@ -199,13 +199,22 @@ def _as_before(module: Module) -> Iterator[None]:
     lists and dictionaries.
     """
     attributes = dict(vars(module))
-    contents = {name: x.copy() for name, x in attributes.items() if isinstance(x, dict | list | set)}
+    contents = {name: _content(x) for name, x in attributes.items() if isinstance(x, dict | list | set)}
     try:
         yield
     finally:
         _restore(vars(module), attributes)
         for name, content in contents.items():
             _restore(attributes[name], content)
+
+
+def _content(container: dict[Any, Any] | list[Any] | set[Any]) -> dict[Any, Any] | list[Any] | set[Any]:
+    """
+    A plain copy. DeepSpeed's dictionary of parameters can neither be copied nor be read by key without a gather.
+    """
+    if isinstance(container, dict):
+        return {key: value for key, value in container.items()}  # noqa: C416  # `dict` reads by key
+    return list(container) if isinstance(container, list) else set(container)
 
 
 def _restore(container: Any, content: Any) -> None:
@@ -216,7 +225,7 @@ def _restore(container: Any, content: Any) -> None:
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
-        container.update(content)
+        container.update({key: value for key, value in content.items() if container.get(key) is not value})
     elif isinstance(container, list):
         container[:] = content
     else:
