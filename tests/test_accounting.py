@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -399,3 +400,23 @@ def test_a_push_tells_the_age_only_of_a_function_that_asks_the_vllm_of_the_push(
     stale = [None] * 3 if ages is None else [float(age > 0) for age in ages]
     assert [entry.get("staleness_mean") for entry in entries(trainer)] == (ages or [None] * 3)
     assert [entry.get("stale_fraction") for entry in entries(trainer)] == stale
+
+
+@pytest.mark.vllm
+def test_a_push_that_fails_tells_no_age(shared_engine, tiny_model_path, tmp_path):
+    trainer_class, config_class = TRAINERS["grpo"]
+    fields = config_fields(
+        tmp_path, use_vllm=True, vllm_mode="colocate", max_steps=2, vllm_max_model_length=64, rollout_correction="auto",
+    )  # fmt: skip
+    args = config_class(**{**fields, "output_dir": str(tmp_path)})
+    trainer = trainer_class(tiny_model_path, length_reward, args, train_dataset=prompts(), rollout_func=asking_trl)
+    trainer.train()  # the last push comes after the first step
+    trainer.state.global_step, trainer.rollout_step = 9, None
+    with (
+        patch.object(trainer._pushes, "_sync_weights", side_effect=OSError("lost")),
+        pytest.raises(OSError, match="lost"),
+    ):
+        trainer.vllm_generation.sync_weights()
+    with trainer._pushes.noting_requests():
+        asking_trl(["1 2 3"], trainer)
+    assert trainer.rollout_step == 1

@@ -168,10 +168,9 @@ class PushesToVLLM(Pushes):
     def push(self, *args: Any, **kwargs: Any) -> None:
         """Push weights with TRL's `sync_weights`, or through vLLM's reload where that fails."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
-        before = trainer.rollout_step
-        self._pushed = trainer.state.global_step
+        before, step = trainer.rollout_step, trainer.state.global_step
         # a sampler with older weights sets it during the push, and a function may ask another sampler
-        trainer.rollout_step = None if self._of_function else self._pushed
+        trainer.rollout_step = None if self._of_function else step
         try:
             with (
                 self.checking(),
@@ -180,6 +179,7 @@ class PushesToVLLM(Pushes):
             ):
                 self._sync_weights(*args, **kwargs)
                 forget_images(generation)
+            self._pushed = step
         except BaseException:
             trainer.rollout_step = before
             raise
