@@ -213,7 +213,7 @@ def _content(container: dict[Any, Any] | list[Any] | set[Any]) -> dict[Any, Any]
     A plain copy. DeepSpeed's dictionary of parameters can neither be copied nor be read by key without a gather.
     """
     if isinstance(container, dict):
-        return {key: value for key, value in container.items()}  # noqa: C416  # `dict` reads by key
+        return dict(container.items())
     return list(container) if isinstance(container, list) else set(container)
 
 
@@ -225,7 +225,7 @@ def _restore(container: Any, content: Any) -> None:
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
-        container.update({key: value for key, value in content.items() if container.get(key) is not value})
+        container.update(content)
     elif isinstance(container, list):
         container[:] = content
     else:
