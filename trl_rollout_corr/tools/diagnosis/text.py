@@ -191,22 +191,23 @@ def _possible(
     """Settings that are possible in a run, and sentences about the others."""
     written = "given" in run
     remote = written and (run.get("use_vllm") is False or run.get("vllm_mode") != "colocate")
+    if "rollout_routing" in settings and (reason := _why_no_replay(run, about, remote=remote)):
+        # without replay, nothing reads the experts that vLLM would return
+        return {name: x for name, x in settings.items() if name not in _OF_ENGINE}, [reason]
     elsewhere = {name: value for name, value in settings.items() if remote and name in _OF_ENGINE}
-    if "rollout_routing" in elsewhere:
-        elsewhere.pop("rollout_engine_kwargs", None)  # without replay, nothing reads the experts
-    sentences = [*map(_elsewhere, elsewhere.items())]
+    return {name: x for name, x in settings.items() if name not in elsewhere}, [*map(_elsewhere, elsewhere.items())]
+
+
+def _why_no_replay(run: Mapping[str, object], about: Mapping[str, str], *, remote: bool) -> str:
+    """Why a run cannot replay the sampler's experts; empty if it can."""
     parallel = run.get("vllm_tensor_parallel_size")
-    if "rollout_routing" in settings and isinstance(parallel, int) and parallel > 1 and not remote:
-        elsewhere["rollout_routing"] = ...
-        sentences.append("For `rollout_routing`, vLLM must run without tensor parallelism.")
-    if "rollout_routing" in settings and "rollout_routing" not in elsewhere and about.get("routers") == "unknown":
-        elsewhere["rollout_routing"] = ...
-        sentences.append(
-            "For `rollout_routing`, the trainer must know how the model's routers work, which it does not."
-        )
-    if "rollout_routing" in elsewhere:
-        elsewhere["rollout_engine_kwargs"] = ...
-    return {name: x for name, x in settings.items() if name not in elsewhere}, sentences
+    if remote:
+        return _elsewhere(("rollout_routing", "replay"))
+    if isinstance(parallel, int) and parallel > 1:
+        return "For `rollout_routing`, vLLM must run without tensor parallelism."
+    if about.get("routers") == "unknown":
+        return "For `rollout_routing`, the trainer must know how the model's routers work, which it does not."
+    return ""
 
 
 def _elsewhere(setting: tuple[str, object]) -> str:
