@@ -247,7 +247,7 @@ def _rounding_of_experts(kwargs: Mapping[str, Any]) -> list[str]:
     from .engine_checks import schemes_of_experts
 
     scheme = kwargs.get("quantization")
-    if scheme not in schemes_of_experts():
+    if scheme is None or scheme not in schemes_of_experts():
         return []
     return [
         f"`rollout_engine_kwargs` sets `quantization: {scheme}`, by which vLLM rounds experts alone. In a model without "
