@@ -387,18 +387,8 @@ def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     cells, spread = scores(rows), Spread(rows)
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
     names = ["split", "wide", "excess", REFERENCE, "none", "trl", "trl_preset", "dppo_tv", "cap3", "cap3_unweighted"]
-    lines = [
-        f"| cell | `{chosen}` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
-        "| --- " * (len(names) + 5) + "|",
-    ]
-    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if {chosen, "split", "wide"} & {*by_arm}):
-        own = by_arm.get(chosen, {})
-        fell = sum(falls[cell, chosen, seed] for seed in own)
-        others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
-        against = against_rivals(own, by_arm, RIVALS, partial(spread, cell, chosen)) if own else ["", ""]
-        found = [counted(own), f"{fell} of {len(own)}"] if own else ["", ""]
-        lines.append(f"| {' | '.join([cell, *found, *others, *against])} |")
-    return "\n".join(lines)
+    chosen_cells = {cell: by_arm for cell, by_arm in cells.items() if {chosen, "split", "wide"} & {*by_arm}}
+    return judged(chosen, chosen_cells, names, RIVALS, falls, spread)
 
 
 def unseen(results: Mapping[str, Any]) -> str:
@@ -414,16 +404,29 @@ def unseen(results: Mapping[str, Any]) -> str:
     cells, spread = scores(rows), Spread([*published, *rows])
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
     names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "token_2", "dppo_tv", "cap1"]
+    with_auto = {cell: by_arm for cell, by_arm in cells.items() if "auto" in by_arm}
+    return judged("auto", with_auto, names, names[1:], falls, spread)
+
+
+def judged(
+    rule: str,
+    cells: Mapping[str, Mapping[str, Mapping[int, float]]],
+    names: Sequence[str],
+    rivals: Sequence[str],
+    falls: Mapping[tuple[str, str, int], bool],
+    spread: Spread,
+) -> str:
+    """A line per cell: the score and the falls of a rule, where it was trained, scores of other arms, and who differs."""
     lines = [
-        f"| cell | `auto` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
+        f"| cell | `{rule}` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
         "| --- " * (len(names) + 5) + "|",
     ]
-    for cell, by_arm in ((cell, by_arm) for cell, by_arm in cells.items() if "auto" in by_arm):
-        own = by_arm["auto"]
-        fell = f"{sum(falls[cell, 'auto', seed] for seed in own)} of {len(own)}"
+    for cell, by_arm in cells.items():
+        own = by_arm.get(rule, {})
         others = [counted(by_arm[name]) if name in by_arm else "" for name in names]
-        against = against_rivals(own, by_arm, names[1:], partial(spread, cell, "auto"))
-        lines.append(f"| {' | '.join([cell, counted(own), fell, *others, *against])} |")
+        against = against_rivals(own, by_arm, rivals, partial(spread, cell, rule)) if own else ["", ""]
+        found = [counted(own), f"{sum(falls[cell, rule, seed] for seed in own)} of {len(own)}"] if own else ["", ""]
+        lines.append(f"| {' | '.join([cell, *found, *others, *against])} |")
     return "\n".join(lines)
 
 
