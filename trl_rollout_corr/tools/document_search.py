@@ -1,151 +1,120 @@
 """
-Search in sections of documents for the words of a question: BM25F (Zaragoza et al., 2004), with a lenient comparison of
-words.
-
-A word of the question stands for a word of a document if their stems are equal ("collapse", "collapsed"), or if the second
-begins with the first ("async", "asynchronous"). Parts that hyphens or dots join count together and one by one
-("seq-mean-k1" finds `seq_mean_k1`, "A3B" finds "Qwen3-30B-A3B").
+Search in sections of documents for the words of a question, with the full-text index of SQLite (FTS5): stems of words, and
+BM25 with a weight for each field.
 """
 
-import math
 import re
+import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..messages import SelfContainedError
 
 
-# How often a word counts that stands in the heading, the keywords or the title of the page, compared with the text
-_WEIGHTS = {"heading": 6.0, "keywords": 8.0, "page": 2.0, "text": 1.0}
-_SATURATION, _LENGTH = 1.2, 0.6  # `k1` and `b` of BM25
-_BEGINNING = 0.5  # of the weight of a word that only begins like the word of the question
-_OF_NUMBERS = 0.3  # of the weight of a word
+class PageSection(NamedTuple):
+    """A section of a page, and what a search reads of it."""
+
+    name: str  # `page#anchor`
+    heading: str
+    keywords: str
+    page: str  # its name and its title
+    text: str
+
+
+class Found(NamedTuple):
+    """A section that answers a question."""
+
+    name: str
+    score: float
+    line: str  # a part of its text with words of the question
+
+
+_WEIGHTS = "0.0, 6.0, 10.0, 2.0, 1.0"  # of the fields of `PageSection`, for the function `bm25`
 # Times the score of a section of which a heading or keyword is the question, or contains it
 _NAMED, _IN_NAME = 3.0, 2.0
+_WORDS_OF_A_PART = 18  # in the line of a section
 
 # Joined parts, with what may join them: `seq-mean-k1`, `W&B`, `1.10`, `3e-2`
 _WORD = re.compile(r"\w+(?:[-./&']\w+)*")
-_IS_NUMBER = re.compile(r"\d+(_\d+)*(e\d+)?")
+_IS_NUMBER = re.compile(r"\d+([-.]?\d+)*(e-?\d+)?")
 _IGNORED = frozenset(
     re.findall(
         r"\w+",
-        "a about am an and any are as at be but by can do does for from had has have how i if in into is it its me mean my of "
-        "on or should so than that the then there this to use used using want was we what when where which who why will with "
-        "would you your",
+        "a about all am an and any are as at be but by can do does for from had has have how i if in into is it its me mean "
+        "my of on or should so than that the then there this to use used using want was we what when where which who why will "
+        "with would you your",
     )
 )
-_ENDINGS = re.compile(r"(ations?|ingly|edly|ings?|ions?|ies|ers?|ed|es|e|s|y)$")
-
-
-def stem(word: str) -> str:
-    """A word without its ending, if at least four letters are left; a word with digits or underscores as it is."""
-    if not word.isalpha():
-        return word
-    short = _ENDINGS.sub("", word)
-    word = short if len(short) >= 4 else word
-    return word[:-1] if len(word) > 4 and word[-1] == word[-2] else word
-
-
-def words_of(text: str) -> list[str]:
-    """Words of a text in small letters, and the parts of joined ones."""
-    found = []
-    for match in _WORD.finditer(text.lower()):
-        parts = [part for part in re.split(r"[-./&'_]", match[0]) if part]
-        joined = re.sub(r"[-./&']", "_", match[0])
-        found.append(joined)
-        if len(parts) > 1 and not _IS_NUMBER.fullmatch(joined):
-            found += [part for part in parts if len(part) > 1]
-    return found
-
-
-def question_words(question: str) -> dict[str, str]:
-    """Words of a question that a search looks for, each once, and how they were typed."""
-    typed = {re.sub(r"[-./&']", "_", word.lower()): word for word in _WORD.findall(question)}
-    return {word: how for word, how in typed.items() if word not in _IGNORED} or typed
-
-
-def _said(text: str) -> str:
-    """The words of a text that count, in order."""
-    return " ".join(word for word in words_of(text) if word not in _IGNORED)
-
-
-@dataclass
-class PageSection:
-    """A section, with the texts of its fields (the keys of `_WEIGHTS`)."""
-
-    name: str
-    fields: Mapping[str, str]
-    counts: dict[str, float] = field(init=False)
-    length: int = field(init=False)
-    names: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = defaultdict(float)
-        for key, text in self.fields.items():
-            for word in words_of(text):
-                self.counts[word] += _WEIGHTS[key]
-        self.length = len(self.fields["text"].split())
-        named = [self.fields["heading"], *self.fields["keywords"].split(",")]
-        self.names = {_said(text) for text in named}
-
-    def bears(self, whole: str) -> float:
-        """Factor on the score, for the words of a question."""
-        if whole in self.names:
-            return _NAMED
-        return _IN_NAME if whole and any(f" {whole} " in f" {name} " for name in self.names) else 1.0
 
 
 class Index:
-    """Sections that can be searched, and the words of all of them."""
+    """Sections that can be searched. Raises a [`SelfContainedError`] if this Python's SQLite has no FTS5."""
 
     def __init__(self, sections: Iterable[PageSection]) -> None:
-        self.sections = list(sections)
-        self._mean_length = sum(x.length for x in self.sections) / max(len(self.sections), 1)
-        self._words = {word: stem(word) for section in self.sections for word in section.counts}
+        sections = list(sections)
+        self._names = {x.name: [_said(text).lower() for text in (x.heading, *x.keywords.split(","))] for x in sections}
+        self._base = sqlite3.connect(":memory:")
+        fields = f"name unindexed, {', '.join(PageSection._fields[1:])}"
+        try:
+            self._base.execute(f"create virtual table sections using fts5({fields}, tokenize = 'porter unicode61')")
+        except sqlite3.OperationalError as error:
+            raise SelfContainedError(
+                f"`docs` cannot search for words, because SQLite was built without FTS5 ({error}). "
+                "`trl-rollout-corr docs` lists the pages."
+            ) from None
+        self._base.executemany("insert into sections values (?, ?, ?, ?, ?)", sections)
 
-    def known(self, word: str) -> dict[str, float]:
-        """Words of the documents for which a word of a question stands, with their weights."""
-        root = stem(word)
-        found = {
-            other: 1.0 if of == root else _BEGINNING
-            for other, of in self._words.items()
-            if self._like(root, other, of)
-        }
-        if not found and len(word) > 3 and not _IS_NUMBER.fullmatch(word):  # the middle of a word, or parts of it
-            found = {other: _BEGINNING for other in self._words if word in other}
-        return found
+    def search(self, question: str) -> tuple[list[Found], list[str]]:
+        """Sections with words of a question, the best first, and the words that no section has."""
+        words = list(dict.fromkeys(_said(question).split())) or _WORD.findall(question)
+        phrases = {word: self._phrases(word) for word in words}
+        asked = [phrase for of_word in phrases.values() for phrase in of_word]
+        scores, lines = defaultdict[str, list[float]](list), dict[str, str]()
+        for phrase in asked:
+            for name, score, line in self._matching(phrase):
+                scores[name].append(score)
+                lines.setdefault(name, " ".join(line.split()))
+        known = " ".join(word for word in words if phrases[word])
+        # A section with few of the words says less than their sum
+        found = [
+            Found(name, sum(each) * len(each) / len(asked) * self._bears(name, known), lines[name])
+            for name, each in scores.items()
+        ]
+        return sorted(found, key=lambda x: -x.score), [word for word in words if not phrases[word]]
 
-    @staticmethod
-    def _like(root: str, other: str, of: str) -> bool:
-        if _IS_NUMBER.fullmatch(root):
-            return other == root
-        return of == root or (len(root) > 2 and other.startswith(root))
+    def _bears(self, name: str, words: str) -> float:
+        """Factor on the score of a section, for the words of a question."""
+        inside = [said for said in self._names[name] if f" {words.lower()} " in f" {said} "]
+        return _NAMED if words.lower() in inside else _IN_NAME if inside else 1.0
 
-    def search(self, question: str) -> tuple[list[tuple[PageSection, float]], list[str]]:
-        """Sections with a word of a question, the best first, with their scores; and the words that no section has."""
-        asked: list[tuple[dict[str, float], float]] = []
-        unknown = []
-        for word, typed in question_words(question).items():
-            is_number = _IS_NUMBER.fullmatch(word)
-            parts = [] if is_number else [self.known(part) for part in word.split("_") if len(part) > 1]
-            if known := self.known(word):
-                asked.append((known, _OF_NUMBERS if is_number else 1.0))
-            elif any(parts):  # of "Qwen3-30B-A3B-Instruct", say
-                asked += [(part, 1.0) for part in parts if part]
-            else:
-                unknown.append(typed)
-        whole = _said(question)
-        scored = [(section, self._score(section, asked) * section.bears(whole)) for section in self.sections]
-        return sorted((x for x in scored if x[1] > 0), key=lambda x: -x[1]), unknown
+    def _phrases(self, word: str) -> list[str]:
+        """What to look for: a word, or else the parts that it joins, or else the sections that contain it anywhere."""
+        whole = _phrase(word)
+        if self._matching(whole):
+            return [whole]
+        if _IS_NUMBER.fullmatch(word):
+            return []
+        parts = [_phrase(part) for part in re.split(r"[-./&'_]", word) if len(part) > 1]
+        if len(parts) > 1 and (known := [part for part in parts if self._matching(part)]):
+            return known
+        inside = self._base.execute("select text from sections where text like ?", (f"%{word}%",)).fetchone()
+        longer = re.search(rf"\w*{re.escape(word)}\w*", inside[0], re.IGNORECASE) if inside and len(word) > 3 else None
+        return [_phrase(longer[0])] if longer else []
 
-    def _score(self, section: PageSection, asked: Sequence[tuple[Mapping[str, float], float]]) -> float:
-        score = covered = whole = 0.0
-        length = 1 - _LENGTH + _LENGTH * section.length / self._mean_length
-        for known, weight in asked:
-            # A word of a question is as rare as all of its forms together
-            having = sum(any(word in other.counts for word in known) for other in self.sections)
-            rarity = weight * math.log(1 + (len(self.sections) - having + 0.5) / (having + 0.5))
-            count = sum(section.counts.get(word, 0.0) * part for word, part in known.items()) / length
-            score += rarity * count * (_SATURATION + 1) / (count + _SATURATION)
-            covered += rarity * (count > 0)
-            whole += rarity
-        return score * (covered / whole) if whole else 0.0
+    def _matching(self, phrase: str) -> list[tuple[str, float, str]]:
+        """Name, score and part of the text of each section with a phrase."""
+        columns = f"name, -bm25(sections, {_WEIGHTS}), snippet(sections, 4, '', '', '...', {_WORDS_OF_A_PART})"
+        return self._base.execute(f"select {columns} from sections where sections match ?", (phrase,)).fetchall()
+
+
+def _said(text: str) -> str:
+    """The words of a text that a search looks for."""
+    return " ".join(word for word in _WORD.findall(text) if word.lower() not in _IGNORED)
+
+
+def _phrase(word: str) -> str:
+    """A word for FTS5, whose parts follow one another. Words may begin with it, and numbers may not."""
+    begins = "*" if len(word) > 2 and not _IS_NUMBER.fullmatch(word) else ""
+    parts = " ".join(re.findall(r"[^\W_]+", word))
+    return f'"{parts}"{begins}'

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from ..messages import SelfContainedError, nearest
-from .document_search import Index, PageSection, question_words, words_of
+from .document_search import Index, PageSection
 from .recipes import source
 
 
@@ -63,23 +63,23 @@ def _misspells_a_page(name: str, paths: dict[str, Path]) -> bool:
     """True for `debuging`; a word of a document is none."""
     if not get_close_matches(name, paths, cutoff=0.9):
         return False
-    return not any(name.lower() in words_of(path.read_text(encoding="utf-8")) for path in paths.values())
+    return not any(name.lower() in path.read_text(encoding="utf-8").lower() for path in paths.values())
 
 
 def _found(question: str, paths: dict[str, Path]) -> str:
     """The sections that answer a question best, and the first fitting line of others; empty if no word is known."""
-    index = Index(_searched(paths))
-    found, unknown = index.search(question)
+    found, unknown = Index(_searched(paths)).search(question)
     if not found:
         return ""
-    best = found[0][1]
-    printed = [section for section, score in found[:_PRINTED] if score >= _ALMOST_BEST * best]
-    listed = [section for section, score in found if score >= _WORTH_LISTING * best and section not in printed]
-    words = {other for word in question_words(question) for other in index.known(word)}
+    best = found[0].score
+    printed = [section for section in found[:_PRINTED] if section.score >= _ALMOST_BEST * best]
+    listed = [section for section in found if section.score >= _WORTH_LISTING * best and section not in printed]
     without = f"Without {'it' if len(unknown) == 1 else 'them'}"
     note = f"No document contains {', '.join(f'`{word}`' for word in unknown)}. {without}:\n\n" if unknown else ""
     texts = [f"docs {section.name}\n\n{document(section.name).rstrip()}\n\n" for section in printed]
-    rest = [f"docs {section.name}\n    {_best_line(section, words)}\n" for section in listed[:_LISTED]]
+    rest = [
+        f"docs {section.name}\n    {shorten(section.line, 110, placeholder=' ...')}\n" for section in listed[:_LISTED]
+    ]
     return "".join([note, *texts, *rest])
 
 
@@ -92,20 +92,9 @@ def _searched(paths: dict[str, Path]) -> Iterator[PageSection]:
         title = lines[0].removeprefix("# ")
         for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(lines)), (len(lines), "", 0)]):
             text = "\n".join(lines[first:last])
-            fields = {
-                "heading": lines[first].lstrip("# "),
-                "keywords": ", ".join(_KEYWORDS.findall(text)),
-                "page": f"{page} {title}",
-                "text": _without_comments(text),
-            }
-            yield PageSection(f"{page}#{anchor}", fields)
-
-
-def _best_line(section: PageSection, words: set[str]) -> str:
-    """The line of a section with most of the words."""
-    lines = [line for line in section.fields["text"].splitlines() if line.strip(" `|-")]
-    best = max(lines, key=lambda line: len(words & set(words_of(line))))
-    return shorten(best, 110, placeholder=" ...")
+            keywords = ", ".join(_KEYWORDS.findall(text))
+            heading = lines[first].lstrip("# ")
+            yield PageSection(f"{page}#{anchor}", heading, keywords, f"{page} {title}", _without_comments(text))
 
 
 def _list(paths: dict[str, Path]) -> str:
