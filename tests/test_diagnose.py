@@ -1112,7 +1112,7 @@ def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_
     assert found[0].name == "stale"
     assert "rollout_step" in found[0].evidence.sentence
     assert found[0].evidence.numbers["rewarded"] > 0.2
-    of_one_age = rewritten(behind, tmp_path / "one age", lambda row: row.update(staleness=4), steps)
+    of_one_age = rewritten(behind, tmp_path / "one age", lambda row: row.update(staleness=4, fresh=False), steps)
     assert of_one_age[0].name == "stale"
     assert evidence(of_one_age[0]).endswith("all samples are 4 optimizer steps old")
     assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]

@@ -275,3 +275,16 @@ def test_updates_since_the_generation_make_no_dump_stale(tmp_path, tiny_model_pa
     assert {*sequences.staleness} == {0, 1}
     assert sequences.is_fresh.all()
     assert diagnose(read_tokens(dump)).fresh
+
+
+def test_updates_since_the_generation_are_no_age_of_a_gap(tmp_path, tiny_model_path):
+    """A dump of every second step has completions of age 1 alone, and their gap is of weights that have sampled."""
+    from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
+    from trl_rollout_corr.tools.dump.reading import open_dump
+
+    dump = str(tmp_path / "dump")
+    fields = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "rollout_dump_dir": dump, "max_steps": 16}
+    sampler = FreshSampler(tiny_model_path, 0, noise=0.3)
+    build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, rollout_dump_steps=2, **fields).train()
+    assert {*open_dump(dump).sequences.staleness} == {1}
+    assert "stale" not in [finding.name for finding in diagnose(read_tokens(dump)).findings]

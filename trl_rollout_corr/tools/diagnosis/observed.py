@@ -109,7 +109,9 @@ class DumpedTokens:
         # For each sequence, `(B,)`
         self.step = sequences.step
         self.lengths = np.bincount(self.row, minlength=len(sequences))
-        self.staleness, self.is_fresh, self.padding = sequences.staleness, sequences.is_fresh, sequences.padding
+        self.is_fresh, self.padding = sequences.is_fresh, sequences.padding
+        # Updates since the generation are no age here: in decoupled mode the log-ratio does not have them
+        self.staleness = np.where(self.is_fresh, 0.0, sequences.staleness)
         # For each token again: its id, its place in the completion, and whether it is at an end or just behind tokens
         # outside the loss
         self.token = sequences.token_ids[counted]
