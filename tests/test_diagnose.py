@@ -685,21 +685,49 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     assert "quantised" not in [x.name for x in diagnose(grown).findings]
 
 
-@pytest.mark.parametrize(
-    ("received", "certain"), [(lambda x: x.round(1), False), (lambda x: x * 1.0 + 0.03 * np.sin(1e5 * x), True)]
-)
-def test_values_that_are_rounded_on_their_way_are_no_certain_head(tmp_path, received, certain):
-    """A gap that the trainer reproduces to the last bit, once of few different values and once of as many as its own."""
-    made = read_dump(make_dump(tmp_path / "made", rows=48, broken=0, tools=False, worst=0, sampled=48))
+_OTHER_HEADS = {"trainer_dtype": "bfloat16", "sampler_head_dtype": "float32"}
+
+
+def reproduced(folder, received, about, **fields):
+    """The findings in a dump whose gap the trainer reproduces to the last bit."""
+    made = read_dump(make_dump(folder / "made", rows=48, broken=0, tools=False, worst=0, sampled=48))
     dice = np.random.default_rng(0)
     for row in made.rows:
         logps = -dice.exponential(1.2, len(row["train_logps"]))
         row |= {"train_logps": logps.tolist(), "again_logps": logps.tolist(), "staleness": 0}
         row["rollout_logps"] = np.minimum(received(logps), 0.0).tolist()
-    dump.write_rows(tmp_path / "dump", 1, 0, [row for row in made.rows if row["step"] == 1], made.settings)
-    [finding] = diagnose(read_tokens(tmp_path / "dump")).findings
+    rows = [row for row in made.rows if row["step"] == 1]
+    dump.write_rows(folder / "dump", 1, 0, rows, {**made.settings, **fields}, about)
+    return diagnose(read_tokens(folder / "dump")).findings
+
+
+def little(x):
+    """A small gap of as many values as without it."""
+    return x + 0.03 * np.sin(1e5 * x)
+
+
+@pytest.mark.parametrize(("received", "certain"), [(lambda x: x.round(1), False), (little, True)])
+def test_values_that_are_rounded_on_their_way_are_no_certain_head(tmp_path, received, certain):
+    """Once of few different values and once of as many as the trainer's."""
+    [finding] = reproduced(tmp_path, received, _OTHER_HEADS)
     assert (finding.name, sure(finding)) == ("head", "certain" if certain else "possible")
     assert ("rounded on their way" in finding.evidence.sentence) != certain
+
+
+@pytest.mark.parametrize(
+    ("about", "fields", "answer"),
+    [
+        (_OTHER_HEADS, {}, [("head", "certain")]),
+        (_OTHER_HEADS, {"cast_lm_head_to_fp32": True}, []),
+        ({**_OTHER_HEADS, "sampler_head_dtype": "bfloat16"}, {}, []),
+        ({**_OTHER_HEADS, "sampler_head_dtype": "bfloat16"}, {"cast_lm_head_to_fp32": True}, [("head", "certain")]),
+        ({"trainer_dtype": "bfloat16"}, {}, [("head", "possible")]),
+        ({"sampler_head_dtype": "bfloat16"}, {}, [("head", "possible")]),
+    ],
+)
+def test_only_heads_of_different_types_are_a_certain_cause(tmp_path, about, fields, answer):
+    """Any other small gap that the trainer reproduces looks the same."""
+    assert [(x.name, sure(x)) for x in reproduced(tmp_path, little, about, **fields)] == answer
 
 
 def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, capsys):

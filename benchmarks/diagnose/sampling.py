@@ -276,13 +276,17 @@ def write(
 
 
 def about_of(seed: int, fault: str = "") -> dict[str, str]:
-    """Metadata of a run: an adapter, which has nothing to do with most faults, and how the engine caches."""
+    """
+    Metadata of a run: an adapter, which has nothing to do with most faults, how the engine caches, and the types of heads
+    that compute in different ones.
+    """
     served = {"pushed": "adapter"} if fault in ADAPTERS else {}
     has_one = fault in ("lora_merge", "adapter_twice", "frozen_base") or served
     adapter = {"adapter": "LORA"} if seed % 3 == 0 or has_one else {"adapter": "none"}
     engine = faults.FAULTS[fault].engine if fault else {}
     named = {"quantization": engine["quantization"]} if "quantization" in engine else {}
-    return {**adapter, **served, **named, "kv_cache_dtype": engine.get("kv_cache_dtype", "auto")}
+    heads = {"trainer_dtype": "bfloat16", "sampler_head_dtype": "float32"} if fault == "bf16_head" else {}
+    return {**adapter, **served, **named, **heads, "kv_cache_dtype": engine.get("kv_cache_dtype", "auto")}
 
 
 def ages_of(seed: int) -> list[int]:

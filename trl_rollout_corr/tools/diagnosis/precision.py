@@ -167,10 +167,16 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
 
 
 def head(o: DumpedTokens) -> Evidence | None:
-    """Test whether the gap is as small as rounding but, unlike rounding in the layers, reproduced by the trainer."""
+    """
+    Test whether the gap is as small as rounding but, unlike rounding in the layers, reproduced by the trainer. Other
+    small gaps are as well, so this is certain only if the heads are known to compute in different types.
+    """
     floor = noise_floor(o)
     gap = rms(o.d[o.core])
-    if floor is None or gap > LARGE or o.coarser:
+    trainer = "float32" if o.fields.get("cast_lm_head_to_fp32") else o.about.get("trainer_dtype", "")
+    sampler = o.about.get("sampler_head_dtype", "")
+    known = bool(trainer and sampler)
+    if floor is None or gap > LARGE or o.coarser or (known and trainer == sampler):
         return None
     sentence = (
         "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence "
@@ -185,7 +191,10 @@ def head(o: DumpedTokens) -> Evidence | None:
             "; but the sampler's values are only {of_sampler} different numbers, and the trainer's {of_trainer}: values "
             "that are rounded on their way, in a `rollout_func` or a server's answer, would look the same"
         )
-    return Evidence(1 - floor, 1.0, numbers, sentence, most=most)
+    words = f"; the trainer's head computes in {trainer}, and the sampler's in {sampler}"
+    if not known:
+        most, words = POSSIBLE, "; the type of one head is not known, and other small gaps would look the same"
+    return Evidence(1 - floor, 1.0, numbers, sentence, words, most=most)
 
 
 def rounding(o: DumpedTokens) -> Evidence | None:
