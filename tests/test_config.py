@@ -1,5 +1,6 @@
 """Fields, presets, strict parsing, and the ways of a setting from the user to the settings in effect."""
 
+import ast
 import copy
 import dataclasses
 import json
@@ -23,8 +24,8 @@ from tests.launching import HAS_ASYNCHRONOUS
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.messages import SettingError, SettingWarning
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
-from trl_rollout_corr.settings.fields import FIELDS
 from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, settings_of
+from trl_rollout_corr.settings.resolve import FIELDS
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
 from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
@@ -749,8 +750,15 @@ def test_help_and_docstring_have_every_field(capsys):
     assert "100% " not in text
     for field in dataclasses.fields(RolloutCorrectionConfig):
         assert len(field.metadata["help"]) > 30
-    assert {field.name for field in dataclasses.fields(RolloutCorrectionConfig)} == set(FIELDS)
+    assert [field.name for field in dataclasses.fields(RolloutCorrectionConfig)] == list(FIELDS)
     assert len(CRITERIA) == 26
+
+
+def test_the_docstring_has_the_default_of_each_field():
+    argument = r"^        (\w+) \(`.*?, \*optional\*(?:, defaults to `(.+)`)?\):$"
+    found = re.findall(argument, RolloutCorrectionConfig.__doc__, re.MULTILINE)
+    defaults = [(field.name, field.default) for field in dataclasses.fields(RolloutCorrectionConfig)]
+    assert [(name, ast.literal_eval(default or "None")) for name, default in found] == defaults
 
 
 # With TRL's fields ----------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
-from .fields import PARSERS, LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
+from .fields import LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
 from .names import instead_of
 from .of_trl import fields_of, given_to_trl
 from .presets import DEFAULT, UNSET, settings_of
-from .resolve import Settings, resolve, settings_in_words
+from .resolve import Settings, parse_fields, resolve, settings_in_words
 from .unlikely import warn_about_bounds
 
 
@@ -148,7 +148,7 @@ class RolloutCorrectionConfig:
 
     @property
     def _parsed(self) -> dict[str, Any]:
-        return {name: parse(getattr(self, name)) for name, parse in PARSERS.items()}
+        return parse_fields(vars(self))
 
     @property
     def settings(self) -> Settings:

@@ -1,21 +1,23 @@
-"""Choices and parsers of the fields of a configuration. It needs neither TRL nor torch."""
+"""
+Choices and parsers of fields. A parser takes the value that the user gave and the name of the field. No torch.
+"""
 
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
 from ..messages import SettingError, nearest
-from .criteria import LEVELS, Level
+from .criteria import Level
 from .presets import PRESETS
-from .thresholds import none_if_null, numbers_in, parse_criteria, parse_number, parse_truth, parse_weight_threshold
+from .thresholds import none_if_null, parse_criteria, parse_number
 
 
+Parser = Callable[[Any, str], Any]
 WeightLevel = Literal[Level, "preset"]
 LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
@@ -36,85 +38,99 @@ _OFF = ("none", "null", "false", "off", "no")
 _LARGEST = 1e300  # still a float after conversion to bytes
 
 
-def _choice(name: str, allowed: tuple[str | None, ...], value: object) -> Any:
-    value = none_if_null(value) if None in allowed else value
-    if value in allowed:
-        return value
+def one_of(*allowed: str | None) -> Parser:
+    """Parser of a field with these values."""
     names = [choice for choice in allowed if choice is not None]
     choices = f"one of {', '.join(names)}{' or None' if None in allowed else ''}"
-    raise SettingError(name, value, allowed=choices, remedy=nearest(value, names).strip())
+
+    def parse(value: object, field: str) -> Any:
+        value = none_if_null(value) if None in allowed else value
+        if value not in allowed:
+            raise SettingError(field, value, allowed=choices, remedy=nearest(value, names).strip())
+        return value
+
+    return parse
 
 
-def _count(name: str, smallest: int, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise SettingError(name, value, allowed=f"an integer of {smallest} or more")
-    return value
+def at_least(smallest: int) -> Parser:
+    """Parser of an integer."""
+
+    def parse(value: object, field: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise SettingError(field, value, allowed=f"an integer of {smallest} or more")
+        return value
+
+    return parse
 
 
-def _unless_none(parse: Callable[[Any], Any], value: object) -> Any:
-    """Parse a value, but keep `None`, its text, and a list of the text from a command line."""
-    alone = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return None if none_if_null(alone) is None else parse(value)
+def or_none(parse: Parser) -> Parser:
+    """A parser that keeps `None`, its text, and a list of the text from a command line."""
+
+    def parse_unless_none(value: object, field: str) -> Any:
+        alone = value[0] if isinstance(value, list) and len(value) == 1 else value
+        return None if none_if_null(alone) is None else parse(value, field)
+
+    return parse_unless_none
 
 
-def _preset(value: object) -> str | None:
+def parse_preset(value: object, field: str) -> str | None:
     """Name of a preset, `"default"`, or `None` for no correction."""
     if value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF):
         return None
     if not isinstance(value, str) or not value.strip():
         remedy = "`trl-rollout-corr convert` translates a section of verl." if isinstance(value, Mapping) else ""
         allowed = "the name of a preset, or None for no correction"
-        raise SettingError("rollout_correction", value, allowed=allowed, remedy=remedy)
+        raise SettingError(field, value, allowed=allowed, remedy=remedy)
     if value not in PRESETS and value != "default":
         remedy = nearest(value, PRESETS).strip() or _COMMON
-        raise SettingError("rollout_correction", value, "which is not a preset", remedy=remedy)
+        raise SettingError(field, value, "which is not a preset", remedy=remedy)
     return value
 
 
-def _criteria(value: object) -> Any:
+def parse_criteria_or_preset(value: object, field: str) -> Any:
     return "preset" if value in ("preset", ["preset"]) else parse_criteria(value)
 
 
-def _folder(value: object) -> str:
+def parse_folder(value: object, field: str) -> str:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
         remedy = (
             "The current folder is '.'. A variable of the script may not be set." if isinstance(value, str) else ""
         )
-        raise SettingError("rollout_dump_dir", value, allowed="the path of a folder, or None", remedy=remedy)
+        raise SettingError(field, value, allowed="the path of a folder, or None", remedy=remedy)
     return os.path.expanduser(os.fspath(value))
 
 
-def _gigabytes(value: Any) -> Any:
+def parse_gigabytes(value: Any, field: str) -> Any:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not (0 < value <= _LARGEST or value == float("inf"))
     ):
-        raise SettingError("rollout_dump_max_gb", value, allowed="a number above 0", remedy="1.0 is one gigabyte.")
+        raise SettingError(field, value, allowed="a number above 0", remedy="1.0 is one gigabyte.")
     return value
 
 
-def _clip_ratio(value: object) -> float:
-    bound = parse_number(value, "rollout_clip_ratio_c")
+def parse_clip_ratio(value: object, field: str) -> float:
+    bound = parse_number(value, field)
     if bound <= 1:
         remedy = "verl's default is 3.0; None means no bound."
-        raise SettingError("rollout_clip_ratio_c", bound, "equal policies have a ratio of 1", "above 1", remedy)
+        raise SettingError(field, bound, "equal policies have a ratio of 1", "above 1", remedy)
     return bound
 
 
-def _engine_kwargs(value: object) -> dict[str, Any]:
+def parse_engine_kwargs(value: object, field: str) -> dict[str, Any]:
     if isinstance(value, str):  # from a command line, in JSON or YAML
         with suppress(yaml.YAMLError):
             value = yaml.safe_load(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
     allowed = "a mapping from arguments of vLLM's engine to their values, such as {'dtype': 'float16'}"
-    raise SettingError("rollout_engine_kwargs", value, allowed=allowed)
+    raise SettingError(field, value, allowed=allowed)
 
 
-def _bounds(value: object) -> Any:
+def parse_limits(value: object, field: str) -> Any:
     """Other limits of the monitor, by name of a bound; only the monitor knows these names."""
-    field, value = "rollout_monitor_bounds", none_if_null(value)
+    value = none_if_null(value)
     if isinstance(value, str):  # from a command line
         with suppress(json.JSONDecodeError):
             value = json.loads(value)
@@ -133,36 +149,3 @@ def _is_number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     except OverflowError:  # an integer larger than all floats
         return False
-
-
-# Parser of each field, in the order of the documentation. `None` and "preset" are values of a field that a preset
-# decides
-PARSERS: dict[str, Callable[[Any], Any]] = {
-    "rollout_correction": _preset,
-    "rollout_is": partial(_choice, "rollout_is", (*LEVELS, "preset", None)),
-    "rollout_is_threshold": partial(_unless_none, parse_weight_threshold),
-    "rollout_is_clamp": partial(_unless_none, partial(parse_truth, field="rollout_is_clamp")),
-    "rollout_is_stale_only": partial(_unless_none, partial(parse_truth, field="rollout_is_stale_only")),
-    "rollout_is_batch_normalize": partial(parse_truth, field="rollout_is_batch_normalize"),
-    "rollout_rs": _criteria,
-    "rollout_rs_threshold": partial(_unless_none, numbers_in),
-    "rollout_rs_renormalize": partial(parse_truth, field="rollout_rs_renormalize"),
-    "rollout_rs_exclude_from_baseline": partial(parse_truth, field="rollout_rs_exclude_from_baseline"),
-    "bypass_mode": partial(_unless_none, partial(parse_truth, field="bypass_mode")),
-    "rollout_loss_type": partial(_choice, "rollout_loss_type", (*LOSS_TYPES, None)),
-    "rollout_clip_ratio_c": partial(_unless_none, _clip_ratio),
-    "rollout_metrics_only": partial(parse_truth, field="rollout_metrics_only"),
-    "rollout_nan_policy": partial(_choice, "rollout_nan_policy", NAN_POLICIES),
-    "rollout_support": partial(_choice, "rollout_support", ("replay", None)),
-    "rollout_engine_kwargs": partial(_unless_none, _engine_kwargs),
-    "rollout_routing": partial(_choice, "rollout_routing", ("replay", None)),
-    "rollout_monitor": partial(_choice, "rollout_monitor", (*MONITOR_ACTIONS, None)),
-    "rollout_monitor_bounds": _bounds,
-    "rollout_diagnose": partial(parse_truth, field="rollout_diagnose"),
-    "rollout_dump_dir": partial(_unless_none, _folder),
-    "rollout_dump_steps": partial(_count, "rollout_dump_steps", 1),
-    "rollout_dump_sampled": partial(_count, "rollout_dump_sampled", 0),
-    "rollout_dump_worst": partial(_count, "rollout_dump_worst", 0),
-    "rollout_dump_max_gb": _gigabytes,
-}
-FIELDS = PARSERS.keys()

@@ -4,46 +4,73 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from ..messages import SettingError, capitalized
-from .criteria import DIRECTED, SCOPES, Bounding, Criterion
-from .fields import PARSERS, MonitorAction
+from .criteria import DIRECTED, LEVELS, SCOPES, Bounding, Criterion
+from .fields import (
+    LOSS_TYPES,
+    MONITOR_ACTIONS,
+    NAN_POLICIES,
+    MonitorAction,
+    Parser,
+    at_least,
+    one_of,
+    or_none,
+    parse_clip_ratio,
+    parse_criteria_or_preset,
+    parse_engine_kwargs,
+    parse_folder,
+    parse_gigabytes,
+    parse_limits,
+    parse_preset,
+)
 from .presets import UNSET, settings_of
-from .thresholds import WeightBounds, is_by_sign, parse_rejection_thresholds
+from .thresholds import (
+    WeightBounds,
+    is_by_sign,
+    parse_numbers,
+    parse_rejection_thresholds,
+    parse_truth,
+    parse_weight_threshold,
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings in effect: all fields of [`RolloutCorrectionConfig`], parsed and with a value."""
+    """
+    Settings in effect: all fields of [`RolloutCorrectionConfig`], each with the type of its value and the parser of what
+    the user gives.
+    """
 
     # Preset of the fields that the user did not give; None for no correction
-    rollout_correction: str | None = field(compare=False)
-    rollout_is: str | None
-    rollout_is_threshold: WeightBounds
-    rollout_is_clamp: bool
-    rollout_is_stale_only: bool
-    rollout_is_batch_normalize: bool
-    rollout_rs: list[str] | None
-    rollout_rs_threshold: Any  # one entry for each criterion; without criteria, what was given
-    rollout_rs_renormalize: bool
-    rollout_rs_exclude_from_baseline: bool
-    bypass_mode: bool
-    rollout_loss_type: str
-    rollout_clip_ratio_c: float | None
-    rollout_metrics_only: bool
-    rollout_nan_policy: str
-    rollout_support: str | None
-    rollout_engine_kwargs: dict[str, Any] | None
-    rollout_routing: str | None
-    rollout_monitor: MonitorAction | None
-    rollout_monitor_bounds: dict[str, float | None] | None
-    rollout_diagnose: bool
-    rollout_dump_dir: str | None
-    rollout_dump_steps: int
-    rollout_dump_sampled: int
-    rollout_dump_worst: int
-    rollout_dump_max_gb: float
+    rollout_correction: Annotated[str | None, parse_preset] = field(compare=False)
+    rollout_is: Annotated[str | None, one_of(*LEVELS, "preset", None)]
+    rollout_is_threshold: Annotated[WeightBounds, or_none(parse_weight_threshold)]
+    rollout_is_clamp: Annotated[bool, or_none(parse_truth)]
+    rollout_is_stale_only: Annotated[bool, or_none(parse_truth)]
+    rollout_is_batch_normalize: Annotated[bool, parse_truth]
+    rollout_rs: Annotated[list[str] | None, parse_criteria_or_preset]
+    # One entry for each criterion; without criteria, what was given
+    rollout_rs_threshold: Annotated[Any, or_none(parse_numbers)]
+    rollout_rs_renormalize: Annotated[bool, parse_truth]
+    rollout_rs_exclude_from_baseline: Annotated[bool, parse_truth]
+    bypass_mode: Annotated[bool, or_none(parse_truth)]
+    rollout_loss_type: Annotated[str, one_of(*LOSS_TYPES, None)]
+    rollout_clip_ratio_c: Annotated[float | None, or_none(parse_clip_ratio)]
+    rollout_metrics_only: Annotated[bool, parse_truth]
+    rollout_nan_policy: Annotated[str, one_of(*NAN_POLICIES)]
+    rollout_support: Annotated[str | None, one_of("replay", None)]
+    rollout_engine_kwargs: Annotated[dict[str, Any] | None, or_none(parse_engine_kwargs)]
+    rollout_routing: Annotated[str | None, one_of("replay", None)]
+    rollout_monitor: Annotated[MonitorAction | None, one_of(*MONITOR_ACTIONS, None)]
+    rollout_monitor_bounds: Annotated[dict[str, float | None] | None, parse_limits]
+    rollout_diagnose: Annotated[bool, parse_truth]
+    rollout_dump_dir: Annotated[str | None, or_none(parse_folder)]
+    rollout_dump_steps: Annotated[int, at_least(1)]
+    rollout_dump_sampled: Annotated[int, at_least(0)]
+    rollout_dump_worst: Annotated[int, at_least(0)]
+    rollout_dump_max_gb: Annotated[float, parse_gigabytes]
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Settings":
@@ -53,7 +80,7 @@ class Settings:
         """
         if written["rollout_monitor"] == "stop":  # which earlier releases took, with the same alarms
             written = {**written, "rollout_monitor": "warn"}
-        values = {name: parse(written[name]) for name, parse in PARSERS.items()}
+        values = parse_fields(written)
         if values["rollout_rs"]:
             values["rollout_rs_threshold"] = parse_rejection_thresholds(
                 values["rollout_rs_threshold"], values["rollout_rs"]
@@ -147,23 +174,34 @@ class Settings:
         return self.normalizes or (bool(self.criteria) and self.rollout_rs_renormalize)
 
 
-def resolve(fields: Mapping[str, Any], default: str, of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
+PARSERS: dict[str, Parser] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
+}
+FIELDS = PARSERS.keys()
+
+
+def parse_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parsed values of all fields. `None` and `"preset"` may stand for a value that a preset decides."""
+    return {name: parse(given[name], name) for name, parse in PARSERS.items()}
+
+
+def resolve(parsed: Mapping[str, Any], default: str, of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
     """
     Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset, which for `"trl"`
     comes from `of_trl()`. The preset `"default"` is none if weights, rejection or a mode are given, and `default`
     otherwise.
     """
-    own = {name: fields[name] for name in UNSET if fields[name] != UNSET[name]}
-    preset = fields["rollout_correction"]
+    own = {name: parsed[name] for name in UNSET if parsed[name] != UNSET[name]}
+    preset = parsed["rollout_correction"]
     if preset == "default":
         alone = own.keys() & {"rollout_is", "rollout_rs", "bypass_mode"}
         preset = None if alone else default
     of_preset = {**settings_of(preset), **(of_trl() if preset == "trl" else {})}
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
-    values: dict[str, Any] = {**fields, **of_preset, **own, "rollout_correction": preset}
-    if fields["rollout_nan_policy"] != "drop":  # TRL sets the ratio of a token without a log-probability to 1
-        values["rollout_nan_policy"] = fields["rollout_nan_policy"]
+    values: dict[str, Any] = {**parsed, **of_preset, **own, "rollout_correction": preset}
+    if parsed["rollout_nan_policy"] != "drop":  # TRL sets the ratio of a token without a log-probability to 1
+        values["rollout_nan_policy"] = parsed["rollout_nan_policy"]
     thresholds, names = values["rollout_rs_threshold"], values["rollout_rs"]
     values["rollout_rs_threshold"] = parse_rejection_thresholds(thresholds, names) if names else thresholds
     bounds, clamps = values["rollout_is_threshold"], values["rollout_is_clamp"]

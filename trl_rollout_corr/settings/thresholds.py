@@ -87,9 +87,8 @@ def is_by_sign(threshold: object) -> bool:
     return isinstance(threshold, list) and len(threshold) == 2 and all(isinstance(pair, list) for pair in threshold)
 
 
-def parse_weight_threshold(value: object) -> WeightBounds:
-    """Parse `rollout_is_threshold`: a number (truncation), a pair around 1, or a pair per sign."""
-    field = "rollout_is_threshold"
+def parse_weight_threshold(value: object, field: str = "rollout_is_threshold") -> WeightBounds:
+    """Parse bounds of weights: a number (truncation), a pair around 1, or a pair per sign."""
     parsed = parse_structure(value, field)
     if is_by_sign(parsed):
         return [_parse_pair(pair, field) for pair in parsed]
@@ -130,13 +129,13 @@ def parse_criteria(value: object) -> list[str] | None:
     return names
 
 
-def numbers_in(value: object) -> Any:
-    """Thresholds of rejection, with all numbers in their lists parsed, for unknown criteria."""
+def parse_numbers(value: object, field: str) -> Any:
+    """Parse all numbers in lists, whose length and order is not known yet."""
 
     def parsed(part: object) -> Any:
-        return [*map(parsed, part)] if isinstance(part, list | tuple) else parse_number(part, _REJECTION)
+        return [*map(parsed, part)] if isinstance(part, list | tuple) else parse_number(part, field)
 
-    return parsed(parse_structure(value, _REJECTION))
+    return parsed(parse_structure(value, field))
 
 
 def parse_rejection_thresholds(value: object, criteria: Sequence[str] | None) -> list[Bounds]:

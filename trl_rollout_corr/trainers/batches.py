@@ -21,8 +21,7 @@ from ..correction.functional import LOG_RATIO_BOUND
 from ..door import WATCHERS, knows_routers, tool
 from ..messages import SettingWarning, __version__, plain
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.fields import FIELDS
-from ..settings.resolve import Settings
+from ..settings.resolve import FIELDS, Settings
 from .age_notice import AgeNotice
 from .keys import FRESH, ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
 from .metadata import engine_metadata, trainer_metadata

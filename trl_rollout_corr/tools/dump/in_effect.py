@@ -8,9 +8,8 @@ from typing import Any
 
 from ...messages import plain
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.fields import FIELDS
 from ...settings.presets import UNSET, settings_of
-from ...settings.resolve import Settings
+from ...settings.resolve import FIELDS, Settings
 from ..translation.own_settings import in_one_line, own_fields
 from ..translation.trl import TRL_KEYS
 

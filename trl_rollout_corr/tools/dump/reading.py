@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...settings.fields import FIELDS
+from ...settings.resolve import FIELDS
 from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
 from .folder import files_of

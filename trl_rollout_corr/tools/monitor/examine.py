@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...messages import SettingError, nearest
-from ...settings.fields import PARSERS
+from ...settings.fields import parse_limits
 from ...settings.resolve import Settings
 from ..formats import number_beyond
 from .history import WITHOUT_METRICS, as_logged, is_window
@@ -98,7 +98,7 @@ def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
     """Limits by name of a bound, with `None` for a bound that is off; also from JSON."""
-    limits = PARSERS["rollout_monitor_bounds"](bounds) or {}
+    limits = parse_limits(bounds, "rollout_monitor_bounds") or {}
     for name in limits:
         if name not in BOUNDS:
             remedy = f"{nearest(name, BOUNDS)} Available bounds: {', '.join(BOUNDS)}.".strip()
