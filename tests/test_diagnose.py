@@ -28,6 +28,7 @@ from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
+from trl_rollout_corr.tools.diagnosis.first_step import FirstStepDiagnosis
 from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES, Stage
 from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
@@ -1031,7 +1032,7 @@ def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_pat
     trainer, seen = train(
         tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
     )
-    diagnosis = watcher(trainer, "rollout_diagnose").diagnosis
+    diagnosis = watcher(trainer, FirstStepDiagnosis).diagnosis
     assert diagnosis.verdict == "nothing"
     assert "Diagnosis of step 1. Healthy: the gap is too small to correct." in capsys.readouterr().out
     rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
@@ -1047,7 +1048,7 @@ def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_p
     fields = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4, "rollout_diagnose": True}
     trainer = build_with_dropout(tiny_model_path, tmp_path, **fields)
     trainer.train()
-    assert [finding.name for finding in watcher(trainer, "rollout_diagnose").diagnosis.findings] == ["dropout"]
+    assert [finding.name for finding in watcher(trainer, FirstStepDiagnosis).diagnosis.findings] == ["dropout"]
 
 
 def test_a_report_reads_a_dump_once(shifted, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from trl_rollout_corr.tools.dump.folder import files_of
 from trl_rollout_corr.tools.dump.in_effect import read_settings
 from trl_rollout_corr.tools.dump.reading import open_dump
 from trl_rollout_corr.tools.dump.sequences import Sequences
+from trl_rollout_corr.tools.dump.writing import SequenceDump
 
 
 MODES = {
@@ -162,7 +163,7 @@ def test_a_sparse_dump_takes_the_next_step_that_has_something(make, tmp_path):
 
 def test_every_batch_of_a_step_draws_numbers_of_its_own(make, tmp_path):
     trainer = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=4, rollout_dump_worst=0)
-    dump = watcher(trainer, "rollout_dump_dir")
+    dump = watcher(trainer, SequenceDump)
     ones = torch.ones(1, 3)
     columns = dict.fromkeys(("train_logps", "rollout_logps", "weights", "keep", "coefficients"), ones)
     columns |= {"mask": ones.bool(), "reward": ones[0, :1], "advantage": ones[0, :1], "staleness": None}

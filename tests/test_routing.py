@@ -26,6 +26,7 @@ from tests.training import (
 )
 from tests.training import backward as backward_of
 from tests.training import build as build_trainer
+from trl_rollout_corr.tools.diagnosis.first_step import FirstStepDiagnosis
 from trl_rollout_corr.tools.replay.capture import RecordingEngine
 from trl_rollout_corr.tools.replay.router_hooks import RouterHooks
 from trl_rollout_corr.tools.replay.routers import ROUTERS, chosen_experts, find_routers, take
@@ -430,7 +431,7 @@ def test_every_pass_takes_the_experts_of_the_sampler(make, fields):
 def test_the_second_look_takes_the_experts_of_the_sampler(make, normalizes):
     # normalised weights are computed before the loss runs
     trainer = make(rollout_diagnose=True, max_steps=1, rollout_is_batch_normalize=normalizes)
-    diagnosis, seen = watcher(trainer, "rollout_diagnose"), []
+    diagnosis, seen = watcher(trainer, FirstStepDiagnosis), []
     corrected = diagnosis.corrected
     diagnosis.corrected = lambda now, one: (corrected(now, one), seen.append(one))
     trainer.train()

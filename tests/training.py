@@ -23,7 +23,6 @@ from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.door import tool
 from trl_rollout_corr.trainers.reloading import push
 
 
@@ -167,9 +166,9 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float], rel
         assert found[key] == pytest.approx(value, rel=rel, abs=abs, nan_ok=True), key
 
 
-def watcher(trainer, field: str):
-    """The watcher of a trainer that a field of its configuration asked for."""
-    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, tool(field)))
+def watcher(trainer, kind: type):
+    """The watcher of a trainer of this class."""
+    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind))
 
 
 def logged(trainer, key: str) -> list[float]:

@@ -17,35 +17,22 @@ if TYPE_CHECKING:
     from .trainers.watcher import Watcher
 
 
-def _monitor() -> "type[Watcher]":
-    from .tools.monitor.callback import RolloutCorrectionMonitor
+def watchers_for(settings: "Settings") -> "list[type[Watcher]]":
+    """Classes of the callbacks that settings ask for, in the order in which they see a batch."""
+    found: list[type[Watcher]] = []
+    if settings.rollout_monitor is not None:
+        from .tools.monitor.callback import RolloutCorrectionMonitor
 
-    return RolloutCorrectionMonitor
+        found.append(RolloutCorrectionMonitor)
+    if settings.rollout_diagnose:
+        from .tools.diagnosis.first_step import FirstStepDiagnosis
 
+        found.append(FirstStepDiagnosis)
+    if settings.rollout_dump_dir is not None:
+        from .tools.dump.writing import SequenceDump
 
-def _first_step() -> "type[Watcher]":
-    from .tools.diagnosis.first_step import FirstStepDiagnosis
-
-    return FirstStepDiagnosis
-
-
-def _dump() -> "type[Watcher]":
-    from .tools.dump.writing import SequenceDump
-
-    return SequenceDump
-
-
-# Callbacks of a trainer by the field that asks for them, in the order in which they see a batch
-WATCHERS: "Mapping[str, Callable[[], type[Watcher]]]" = {
-    "rollout_monitor": _monitor,
-    "rollout_diagnose": _first_step,
-    "rollout_dump_dir": _dump,
-}
-
-
-def tool(field: str) -> "type[Watcher]":
-    """The watcher that a field asks for."""
-    return WATCHERS[field]()
+        found.append(SequenceDump)
+    return found
 
 
 def check_monitor_bounds(bounds: "Mapping[str, float | None]") -> None:

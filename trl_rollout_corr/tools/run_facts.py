@@ -38,3 +38,12 @@ def clips_by_trl(settings: Settings | None, fields: Mapping[str, Any]) -> bool:
     """
     asynchronous = "per_device_train_batch_size" in fields and "use_vllm" not in fields
     return asynchronous and settings is not None and not settings.changes_loss
+
+
+def done_about_gap(settings: Settings | None, *, is_fresh: bool | None) -> str:
+    """A clause on what a run that corrects does about a gap, also one whose weights act on older samples alone."""
+    if settings is None or not settings.weighs_stale_only or not is_fresh:
+        return "the run corrects for it"
+    if settings.criteria:
+        return "with fresh weights the run only leaves out what is beyond its bounds"
+    return "with fresh weights nothing corrects for it"

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
-from ..door import WATCHERS, knows_routers, tool
+from ..door import knows_routers, watchers_for
 from ..messages import SettingWarning, __version__, plain
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.resolve import FIELDS, Settings
@@ -76,8 +76,8 @@ class CorrectsBatches(_Host):
             warnings.simplefilter("ignore", SettingWarning)  # the configuration warned when it was built
             self._settings: Settings = args.check()
         args._is_read = True
-        for field in self._watched_fields:
-            tool(field).check(self._settings)
+        for watcher_class in watchers_for(self._settings):
+            watcher_class.check(self._settings)
         self._fields = _fields_of(args)
         return args
 
@@ -88,15 +88,10 @@ class CorrectsBatches(_Host):
         check_types(self._about)
         self._observer = Observer(self._settings, self.accelerator)
         self._age_notice = AgeNotice(self._settings)
-        for field in self._watched_fields:
-            watcher = tool(field).of(self)
+        for watcher_class in watchers_for(self._settings):
+            watcher = watcher_class.of(self)
             if watcher is not None:
                 self.add_callback(watcher)
-
-    @property
-    def _watched_fields(self) -> list[str]:
-        """Fields of the settings that ask for a watcher."""
-        return [field for field in WATCHERS if getattr(self._settings, field)]
 
     @property
     def _watchers(self) -> list[Watcher]:

@@ -69,8 +69,8 @@ class FirstStepDiagnosis(Watcher):
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
         """Take the sequences of a batch, as [`~trl_rollout_corr.tools.dump.writing.SequenceDump.offer`] does."""
         mask = columns["mask"]
-        missing = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
-        self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, missing)]
+        taken = torch.arange(min(len(mask), ROWS - len(self.rows)), device=mask.device)
+        self.rows += [make_row(sequence, step) for sequence in on_host({**batch, **columns}, taken)]
 
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
         self.rows = []  # a run that was interrupted within a step leaves some

@@ -9,7 +9,7 @@ from typing import Any
 from ...messages import capitalized, uncapitalized
 from ..decision import as_document, in_words
 from ..formats import number, percent, yaml_lines
-from ..monitor.texts import corrects_fresh
+from ..run_facts import done_about_gap
 from .evidence import FLOOR, LARGE
 from .other_causes import OTHER_CAUSES
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
@@ -43,10 +43,7 @@ def headline(diagnosis: Diagnosis) -> str:
 def _done_about_it(diagnosis: Diagnosis) -> str:
     if not diagnosis.corrects:
         return "the gap is small"
-    settings = diagnosis.settings
-    if settings is not None and settings.weighs_stale_only and diagnosis.fresh:
-        return corrects_fresh(settings)
-    return "the run corrects for it"
+    return done_about_gap(diagnosis.settings, is_fresh=diagnosis.fresh)
 
 
 def detail(diagnosis: Diagnosis) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from string import Formatter
 
 from ...messages import capitalized
-from ...settings.resolve import Settings
 from ..decision import decide, in_words
 from ..formats import number, percent
+from ..run_facts import done_about_gap
 from .windows import Window
 
 
@@ -74,7 +74,6 @@ _UNCUT = (
     "returns the same."
 )
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
-_CORRECTS = "the run corrects for it"
 _NO_TOKENS = {
     "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, even one that "
     "a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
@@ -161,16 +160,7 @@ def _by_origin(texts: Mapping[str, str], window: Window) -> str:
 
 def _corrects(window: Window) -> str:
     """What the run does about a gap."""
-    if window.settings is None:
-        return _UNKNOWN
-    return corrects_fresh(window.settings) if window.settings.weighs_stale_only and window.is_fresh else _CORRECTS
-
-
-def corrects_fresh(settings: Settings) -> str:
-    """What a run whose importance weights act on older samples alone does about a gap of fresh ones."""
-    if settings.criteria:
-        return "with fresh weights the run only leaves out what is beyond its bounds"
-    return "with fresh weights nothing corrects for it"
+    return _UNKNOWN if window.settings is None else done_about_gap(window.settings, is_fresh=window.is_fresh)
 
 
 def _uncorrected(window: Window) -> str:
