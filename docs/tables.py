@@ -29,7 +29,7 @@ from trl_rollout_corr.tools.dump.columns import COLUMNS
 from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.rule import Bound
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
-from trl_rollout_corr.tools.monitor.texts import APART, HARMED, LOOK_AT_PUSH, OF_PUSH
+from trl_rollout_corr.tools.monitor.texts import APART, DEFAULTS, HARMED, LOOK_AT_PUSH, OF_PUSH
 
 
 RECORD = Path(__file__).parents[1] / "benchmarks/arena/alarms.json"  # `benchmarks/arena/alarms.py` writes it
@@ -37,6 +37,7 @@ EVIDENCE = RECORD.with_name("EVIDENCE.md")
 # What depends on the run in the message of an alarm
 IN_SHORT = {
     "of_push": OF_PUSH,
+    "defaults": DEFAULTS,
     "push_or_text": LOOK_AT_PUSH,
     "corrects": "the run corrects for it",
     "uncorrected": f"Training is biased, and {HARMED}.",

@@ -1,5 +1,6 @@
 """The health rules: each alone on small histories, the advice that follows, and both on the runs of the published logs."""
 
+import dataclasses
 import json
 import lzma
 import math
@@ -594,6 +595,23 @@ def test_samples_from_a_part_of_the_policy_are_no_gap():
     truncated = gaps([0.06] * 3 + [0.08] * 40, k3_kl=0.002)
     assert severe(truncated) == []
     assert [finding.bound for finding in truncated] == ["biased_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "support", "said"),
+    [
+        ({}, None, "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults; otherwise check"),
+        ({"top_p": 0.9, "top_k": 0}, None, "Leave `top_p=0.9` at the default"),
+        ({"top_p": 0.9}, "replay", "Check that log-probabilities are taken after temperature"),
+        ({"top_p": 1.0}, None, "Check that log-probabilities are taken after temperature"),
+        ({"top_p": 0.9, "use_vllm": False}, None, "Check that log-probabilities are taken after temperature"),
+    ],
+)
+def test_a_biased_ratio_names_the_options_that_the_run_sets(fields, support, said):
+    settings = dataclasses.replace(config(), rollout_support=support)
+    log = history(*[{**CORRECTED, "kl": 0.06, "k3_kl": 0.002}] * 20)
+    (alarm,) = examine(log, settings, fields=fields)
+    assert (alarm.bound, alarm.advice[: len(said)]) == ("biased_ratio", said)
 
 
 def test_clipping_around_the_sampler_bears_more():

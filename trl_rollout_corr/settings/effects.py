@@ -138,11 +138,17 @@ def truncations(fields: Mapping[str, Any]) -> dict[str, object]:
     return {name: value for name, value in distortions(fields).items() if name in _TRUNCATION}
 
 
-def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
-    """Options of vLLM that change the distribution of the sampler alone."""
+def distortions_of_sampler(settings: Settings, fields: Mapping[str, Any]) -> dict[str, object]:
+    """Options of vLLM in effect that change the distribution of the sampler alone, by name."""
     changed = distortions(fields) if fields.get("use_vllm", True) else {}
     if settings.rollout_support is not None:
         changed = {name: value for name, value in changed.items() if name not in _TRUNCATION}
+    return changed
+
+
+def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
+    """Options of vLLM that change the distribution of the sampler alone."""
+    changed = distortions_of_sampler(settings, fields)
     if not changed:
         return
     replay = ""

@@ -72,9 +72,8 @@ RULES = [
         {"limit": 0.0, "patience": 1},
         key="nonfinite_fraction",
         seen="A share of {value} of the tokens came without a finite log-probability.",
-        why="If logits are NaN, no policy drew the token; if a `rollout_func` returns None, or a vLLM server -9999, "
-        "perhaps only the number is missing.",
-        advice="No correction repairs this: look for NaN in the weights, and for a failed push.",
+        why="Logits are NaN, or only the number is missing: a `rollout_func` returns None, or a vLLM server -9999.",
+        advice="Look for NaN in the weights and for a failed push: no correction repairs this.",
     ),
     _rule(
         "k3_kl",
@@ -178,8 +177,7 @@ RULES = [
         seen="The mean ratio of trainer to sampler, `1 + k3_kl - kl`, differs from 1 by {value}.",
         why="It is 1 for any two policies, so the sampler never draws some tokens, or reports other "
         "log-probabilities than it drew with.",
-        advice="Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults, and check that "
-        "log-probabilities are taken after temperature, belong to their tokens, and are no fillers, such as 0.0.",
+        advice="{defaults}",
         applies=lambda window: window.before_updates,
         measure=conditions.bias,
         covers=("k3_corrected",),

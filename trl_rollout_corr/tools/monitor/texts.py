@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from string import Formatter
 
 from ...messages import capitalized
+from ...settings.effects import distortions_of_sampler
 from ..decision import decide, in_words
 from ..formats import number, percent
 from ..run_facts import done_about_gap
@@ -187,12 +188,12 @@ def _began(window: Window) -> str:
 
 
 OF_PUSH = (
-    "A push did not arrive, or only in part, with a wrong scale, or at one replica of several; but the sampler may be "
-    "older on purpose, and over many pushes the gap of the kernels may grow."
+    "A push did not arrive everywhere, or with a wrong scale; but the sampler may be older on purpose, and over many "
+    "pushes the gap of the kernels may grow."
 )
 LOOK_AT_PUSH = (
-    "If `age_k3_kl` was about as large before, look at the push; otherwise let sampler and trainer compute in the "
-    "same type."
+    "Look at the push if `age_k3_kl` was about as large before; otherwise let sampler and trainer compute in the same "
+    "type."
 )
 _OF_SOME = (
     "A push that did not arrive would show in all completions that were scored once more, and {off:.0f} of {n:.0f} "
@@ -210,6 +211,22 @@ def _some_texts(window: Window) -> str:
     return "" if n < 4 or 2 * off > n else _OF_SOME.format(off=off, n=n, has="has" if off == 1 else "have")
 
 
+TRUE_VALUES = (
+    "check that log-probabilities are taken after temperature, belong to their tokens, and are no fillers, "
+    "such as 0.0."
+)
+DEFAULTS = "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults; otherwise " + TRUE_VALUES
+
+
+def _defaults(window: Window) -> str:
+    """What makes the mean ratio 1: options of sampling to remove if the run is known to set some."""
+    changed = {} if window.settings is None else distortions_of_sampler(window.settings, window.fields)
+    if changed:
+        options = ", ".join(f"`{name}={value!r}`" for name, value in changed.items())
+        return f"Leave {options} at the default: the trainer scores with the whole distribution."
+    return capitalized(TRUE_VALUES) if window.fields else DEFAULTS
+
+
 _SENTENCES: dict[str, Callable[[Window], str]] = {
     "correct": lambda window: in_words(decide(window.settings, window.fields, is_harmed=True)),
     "length": _length,
@@ -225,6 +242,7 @@ _SENTENCES: dict[str, Callable[[Window], str]] = {
     "began": _began,
     "no_tokens": _no_tokens,
     "of_push": lambda window: _some_texts(window) or OF_PUSH,
+    "defaults": _defaults,
     "push_or_text": lambda window: _ASK if _some_texts(window) else LOOK_AT_PUSH,
 }
 
