@@ -217,9 +217,15 @@ def cause_sections(inside: str) -> str:
 
 
 def metrics(table: str) -> str:
+    """What each metric says, and at the end which values are healthy."""
+    said = dict(re.findall(r"^\| `([^`]+)`.* \| (.*?)(?: \*\*Healthy:.*)? \|$", table, re.MULTILINE))
+
     def cells(name: str) -> dict[str, str]:
-        raised = [f"[`{bound.name}`](alarms.md#{bound.name})" for bound in BOUNDS.values() if bound.key == name]
-        return {"healthy": band_in_words(name), "alarms": ", ".join(raised)}
+        healthy = band_in_words(name)
+        return {
+            "healthy": healthy,
+            "what it says": f"{said[name]} **Healthy: {healthy}.**" if healthy else said[name],
+        }
 
     return completed(table, cells)
 
