@@ -299,9 +299,8 @@ CAUSES: dict[str, Cause] = {
     "quantised": Cause(
         "a quantised sampler",
         Test(precision.quantised, 0.0, 1.0),
-        "This gap is the price of faster sampling. We measured a `k3_kl` of 0.0001 to 0.05 "
-        "with FP8 and INT8; `trl-rollout-corr probe` measures yours. Keep head, embeddings and the key-value cache in "
-        "16 bits.",
+        "This gap is the price of faster sampling, and `trl-rollout-corr probe` measures it. Keep head, embeddings "
+        "and the key-value cache in 16 bits.",
         may_correct=True,
     ),
     "weights": Cause(
