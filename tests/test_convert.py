@@ -477,7 +477,10 @@ OPENRLHF = "#!/bin/bash\npython3 -m openrlhf.cli.train_ppo_ray --algo.advantage.
         ),
         (["--use-tis", "--tis-clip=2.0"], ["`--use-tis`, `--tis-clip` are not translated"]),
         (["--use-tis"], ["`--use-tis` is not translated"]),
-        (OPENRLHF, ["`--algo.advantage.is_correction_level` is not translated"]),
+        (
+            OPENRLHF,
+            ["`--algo.advantage.is_correction_level` is not translated", "`trl-rollout-corr docs openrlhf` says"],
+        ),
         ("#!/bin/bash\npython3 train.py --lr 1e-6\n", ["a shell script without settings of verl or SkyRL"]),
     ],
 )

@@ -112,6 +112,8 @@ def about_options(options: list[str]) -> str:
     known = {name: field for name, field in _OPTIONS.items() if f"--{name}" in options}
     written = "; ".join(f"`--{name}` is {field}" for name, field in known.items())
     of_known = f" In slime and miles, {written}." if known else ""
+    if any("advantage.is_correction" in option for option in options):
+        of_known = " `trl-rollout-corr docs openrlhf` says what OpenRLHF's options are here."
     named = ", ".join(f"`{option}`" for option in options)
     return (
         f"{named} {'is' if len(options) == 1 else 'are'} not translated: `convert` reads verl, SkyRL, TRL and Axolotl."
