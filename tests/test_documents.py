@@ -142,6 +142,13 @@ def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typ
         ("what do I do with a rollout_func", "asynchronous#agents"),
         ("how old is my sampler", "debugging#is-my-sampler-stale"),
         ("keep TRL's loss", "trl#keep-your-loss-rollout_correction-trl"),
+        ("lora 2k tokens", "trl#long-completions"),
+        ("weights not updated", "pushes#weights-do-not-arrive"),
+        ("push error", "pushes#pushes-that-go-wrong"),
+        ("how much memory", "debugging#out-of-memory"),
+        ("reproduce verl", "verl#convert-a-configuration"),
+        ("vllm serve options", "processes#servers"),
+        ("coming from OpenRLHF", "verl#coming-from-openrlhf-slime-or-another-trainer"),
     ],
 )
 def test_a_question_finds_its_section(typed, section):

@@ -411,6 +411,32 @@ def test_the_command_for_several_machines_can_be_read(monkeypatch):
         assert f"so {each * launched.num_processes} completions" in section
 
 
+@pytest.mark.parametrize(
+    ("page", "section"), [("asynchronous", "### Many GPUs"), ("models", "## Adapters")], ids=["async", "lora"]
+)
+def test_the_command_of_a_page_can_be_read(monkeypatch, page, section):
+    """The launcher and the script take each option of a command that no test runs."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from async_grpo import ModelArguments, ServerArguments
+
+    text = (ROOT / f"docs/{page}.md").read_text().split(f"\n{section}\n")[1]
+    command = re.search(r"```bash\n(?:CUDA_VISIBLE_DEVICES=\S+ )?(accelerate launch .*?)```", text, re.DOTALL)[1]
+    launched = launch_command_parser().parse_args(shlex.split(command.replace("\\\n", " "))[2:])
+    assert (ROOT / launched.config_file).exists()
+    assert (ROOT / launched.training_script).exists()
+    if page == "asynchronous":
+        if "async_grpo" not in TRAINERS:
+            pytest.skip("no asynchronous trainer")
+        classes = (ScriptArguments, TRAINERS["async_grpo"][1], ModelArguments, ServerArguments)
+    else:
+        classes = (ScriptArguments, TRAINERS["grpo"][1], ModelConfig)
+    arguments = [*launched.training_script_args, "--use_cpu", "true", "--bf16", "false"]
+    _, config, model, *_ = TrlParser(classes).parse_args_and_config(arguments)
+    assert config.rollout_correction == "auto"
+    assert model.model_name_or_path == "Qwen/Qwen3-8B"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine_configurations_load(engine):
     config = load_config_from_file(str(ROOT / "recipes" / engine))
