@@ -12,6 +12,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 
 import trl_rollout_corr
@@ -22,7 +23,7 @@ from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
 from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, settings_of
 from trl_rollout_corr.settings.thresholds import is_by_sign
 from trl_rollout_corr.tools.bands import band_in_words
-from trl_rollout_corr.tools.decision import OTHER_OF_TRL, ROWS
+from trl_rollout_corr.tools.decision import OTHER_OF_TRL, ROWS, Row
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES, HIDES
 from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.dump.columns import COLUMNS
@@ -195,16 +196,19 @@ WHEN = {
 
 def decisions(_: str) -> str:
     """The answers of `trl_rollout_corr/tools/decision.py`. The first one that fits counts."""
-    rows = [(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise", row) for row in ROWS]
-    answers = [", ".join(f"`{line}`" for line in yaml_lines(row.set).splitlines()) for _, row in rows]
+    lines = []
+    for answer, rows in groupby(ROWS, key=_answer):
+        when = "; or ".join(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise" for row in rows)
+        lines.append([when, answer or "leave the settings as they are"])
     of_trl = yaml_lines(OTHER_OF_TRL.set).strip()
-    answers[-1] += (
+    lines[-1][1] += (
         f"; in GRPO with TRL's weights of whole completions and an up-to-date vLLM, `{of_trl}` is level with it"
     )
-    lines = [
-        [when, answer or "leave the settings as they are"] for (when, _), answer in zip(rows, answers, strict=True)
-    ]
     return grid(["situation", "answer"], lines)
+
+
+def _answer(row: Row) -> str:
+    return ", ".join(f"`{line}`" for line in yaml_lines(row.set).splitlines())
 
 
 def cause_sections(inside: str) -> str:

@@ -33,9 +33,9 @@ class RolloutCorrectionConfig:
 
     Args:
         rollout_correction (`str` or `None`, *optional*, defaults to `"default"`):
-            Name of a preset, or `None`; fields given with it override it. By default `auto`; but `trl` if a field
-            `vllm_importance_sampling_*` differs from its default or `loss_type` is vespo, and only what is given if
-            `rollout_is`, `rollout_rs` or `bypass_mode` is.
+            Name of a preset, or `None`; fields given with it override what it sets. By default `auto`, but `trl` if
+            you change a field `vllm_importance_sampling_*` or set `loss_type` to vespo, and no preset if you set
+            `rollout_is`, `rollout_rs` or `bypass_mode`.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
             Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or
             `None`.
