@@ -425,6 +425,14 @@ def test_public_names():
         trl_rollout_corr.RolloutCorrector
 
 
+def test_code_and_prose_of_the_package_have_one_width():
+    """Tables of tests may be wider."""
+    wide = [
+        path.name for path in PACKAGE.rglob("*.py") if max(map(len, path.read_text().splitlines()), default=0) > 119
+    ]
+    assert wide == []
+
+
 def test_docstrings_begin_with_a_noun_or_a_verb():
     for path in (path for wing in ("correction", "trainers") for path in (PACKAGE / wing).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -74,7 +74,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-rollout-corr",
         description="Tools for training with TRL when the sampler (vLLM) and the trainer differ.",
-        epilog="`trl-rollout-corr COMMAND --help` explains a command, and `trl-rollout-corr docs` lists the documents.",
+        epilog=(
+            "`trl-rollout-corr COMMAND --help` explains a command, and `trl-rollout-corr docs` lists the documents."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(code=0, subject="command")  # exit code of a completed command, and the subject of an error
@@ -107,7 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "recipes",
         help="write the recipes and their training scripts to a folder",
-        description="Write the folders recipes/ and examples/. The commands of the documents then work in that folder.",
+        description=(
+            "Write the folders recipes/ and examples/. The commands of the documents then work in that folder."
+        ),
     )
     command.add_argument(
         "folder", nargs="?", default=".", help="folder to write to, which may be new (default: the current one)"

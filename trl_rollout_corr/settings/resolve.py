@@ -39,8 +39,8 @@ from .thresholds import (
 @dataclass(frozen=True)
 class Settings:
     """
-    Settings in effect: all fields of [`RolloutCorrectionConfig`], each with the type of its value and the parser of what
-    the user gives.
+    Settings in effect: all fields of [`RolloutCorrectionConfig`], each with the type of its value and the parser of
+    what the user gives.
     """
 
     # Preset of the fields that the user did not give; None for no correction

@@ -27,9 +27,9 @@ HEALTHY: dict[str, tuple[float | None, float | None]] = {
 
 def beyond_entropy(surprise: float, entropy: float, k3: float) -> float:
     """
-    Mean of `-log p` of the sampler's tokens minus the trainer's entropy, in nats, as far as a gap of `k3` nats does not
-    explain it. An older or noisier sampler is surer or less sure of its tokens: to first order the two are `sqrt(2 k3)`
-    standard deviations of `log p` apart, which are taken as a nat.
+    Mean of `-log p` of the sampler's tokens minus the trainer's entropy, in nats, as far as a gap of `k3` nats does
+    not explain it. An older or noisier sampler is surer or less sure of its tokens: to first order the two are
+    `sqrt(2 k3)` standard deviations of `log p` apart, which are taken as a nat.
     """
     apart = surprise - entropy
     return math.copysign(max(abs(apart) - math.sqrt(2 * max(k3, 0.0)), 0.0), apart)

@@ -250,16 +250,17 @@ def _rounding_of_experts(kwargs: Mapping[str, Any]) -> list[str]:
     if scheme is None or scheme not in schemes_of_experts():
         return []
     return [
-        f"`rollout_engine_kwargs` sets `quantization: {scheme}`, by which vLLM rounds experts alone. In a model without "
-        "experts it rounds nothing, and the run samples in the type of the model. vLLM has no scheme that rounds a dense "
-        "model to int8 while it loads the weights: use an FP8 scheme (`trl-rollout-corr docs models#which-scheme`)."
+        f"`rollout_engine_kwargs` sets `quantization: {scheme}`, by which vLLM rounds experts alone. In a model "
+        "without experts it rounds nothing, and the run samples in the type of the model. vLLM has no scheme that "
+        "rounds a dense model to int8 while it loads the weights: use an FP8 scheme (`trl-rollout-corr docs "
+        "models#which-scheme`)."
     ]
 
 
 def _repeated_defaults(config: Any, settings: Mapping[str, Any]) -> list[str]:
     """
-    A sentence about a file that names TRL's own correction and repeats its defaults. The configuration cannot tell such
-    a file from one that names nothing, but its author may want that correction.
+    A sentence about a file that names TRL's own correction and repeats its defaults. The configuration cannot tell
+    such a file from one that names nothing, but its author may want that correction.
     """
     repeated = [name for name in settings if name in DEFAULTS_OF_TRL]
     is_named = {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"} & settings.keys()
@@ -267,8 +268,8 @@ def _repeated_defaults(config: Any, settings: Mapping[str, Any]) -> list[str]:
         return []
     has = "has its default value" if len(repeated) == 1 else "have their default values"
     return [
-        f"{', '.join(f'`{name}`' for name in repeated)} {has}, as if the file did not name TRL's correction, so `{DEFAULT}` "
-        "replaces it. To keep TRL's correction, set `rollout_correction: trl`."
+        f"{', '.join(f'`{name}`' for name in repeated)} {has}, as if the file did not name TRL's correction, so "
+        f"`{DEFAULT}` replaces it. To keep TRL's correction, set `rollout_correction: trl`."
     ]
 
 

@@ -1,6 +1,6 @@
 """
-Search in sections of documents for the words of a question, with the full-text index of SQLite (FTS5): stems of words, and
-BM25 with a weight for each field.
+Search in sections of documents for the words of a question, with the full-text index of SQLite (FTS5): stems of words,
+and BM25 with a weight for each field.
 """
 
 import re
@@ -41,9 +41,9 @@ _IS_NUMBER = re.compile(r"\d+([-.]?\d+)*(e-?\d+)?")
 _IGNORED = frozenset(
     re.findall(
         r"\w+",
-        "a about all am an and any are as at be but by can do does for from had has have how i if in into is it its me mean "
-        "my of on or should so than that the then there this to use used using want was we what when where which who why will "
-        "with would you your",
+        "a about all am an and any are as at be but by can do does for from had has have how i if in into is it its "
+        "me mean my of on or should so than that the then there this to use used using want was we what when where "
+        "which who why will with would you your",
     )
 )
 

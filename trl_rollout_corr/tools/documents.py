@@ -31,8 +31,8 @@ def pages() -> dict[str, Path]:
 
 def document(name: str | None = None) -> str:
     """
-    Text of a page, of a section (`page#section`), or of the sections that answer other words best; by default a list of
-    all pages.
+    Text of a page, of a section (`page#section`), or of the sections that answer other words best; by default a list
+    of all pages.
     """
     paths = pages()
     if name is None:

@@ -40,7 +40,8 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
                 f"{' or '.join(working)}, which {'work' if len(working) > 1 else 'works'} here."
             ) from error
         error.add_note(
-            f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other layers "
+            f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other "
+            "layers "
             "alone, set {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
         )
         raise

@@ -35,7 +35,9 @@ def _base_dtype(model: Any) -> torch.dtype | None:
 
 
 def _head(model: Any) -> str:
-    """Kind of head for TRL's `cast_lm_head_to_fp32`: `"own"` if it works, else a kind that it refuses or fails with."""
+    """
+    Kind of head for TRL's `cast_lm_head_to_fp32`: `"own"` if it works, else a kind that it refuses or fails with.
+    """
     head = getattr(model, "lm_head", None)
     if head is None:
         return "unknown"

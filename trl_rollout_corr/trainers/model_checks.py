@@ -30,8 +30,8 @@ def dropout_of(model: PreTrainedModel) -> tuple[float, list[str]]:
 
 def check_dropout(model: PreTrainedModel, *, loaded_by_trl: bool = True) -> None:
     """
-    Warn about dropout, which is on in the trainer and off in the sampler. TRL gives `model_init_kwargs` to a model that
-    it loads itself.
+    Warn about dropout, which is on in the trainer and off in the sampler. TRL gives `model_init_kwargs` to a model
+    that it loads itself.
     """
     in_attention, layers = dropout_of(model)
     own = (

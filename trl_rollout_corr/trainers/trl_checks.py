@@ -96,10 +96,10 @@ def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     if acting:
         act = "acts" if len(acting) == 1 else "act"
         warn(
-            f"{' and '.join(acting)} {act} on single tokens or turns, but with `importance_sampling_level='sequence'` all "
-            "tokens of a completion have the same gradient: their mean acts on the completion, as in TRL's own "
-            "correction. To weight or reject completions, use `rollout_is='sequence'` or 'geometric', and criteria "
-            "that start with `seq_`."
+            f"{' and '.join(acting)} {act} on single tokens or turns, but with "
+            "`importance_sampling_level='sequence'` all tokens of a completion have the same gradient: their mean "
+            "acts on the completion, as in TRL's own correction. To weight or reject completions, use "
+            "`rollout_is='sequence'` or 'geometric', and criteria that start with `seq_`."
         )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 
-# Tokens whose logits vLLM computes at once while it scores a text, in float32 and twice. No training step has those of a
-# long completion
+# Tokens whose logits vLLM computes at once while it scores a text, in float32 and twice. No training step has those of
+# a long completion
 AT_ONCE = 64
 # Method of vLLM's first runner with the log-probabilities of prompts; its second one computes them otherwise
 OF_PROMPTS = "_get_prompt_logprobs_dict"

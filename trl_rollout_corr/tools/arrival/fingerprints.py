@@ -49,8 +49,8 @@ def _hash(sums: torch.Tensor) -> torch.Tensor:
 
 def some_columns(x: torch.Tensor) -> torch.Tensor:
     """
-    A few columns of a matrix or of a layer's experts, or a whole vector, [`in_one_form`]. NaN becomes 0, because it comes
-    in many forms.
+    A few columns of a matrix or of a layer's experts, or a whole vector, [`in_one_form`]. NaN becomes 0, because it
+    comes in many forms.
     """
     return in_one_form(_some(x) if x.dim() > 1 else x)
 
@@ -81,8 +81,8 @@ def packed_columns(layer: Any) -> torch.Tensor:
 def packed_experts(experts: Any, packed: torch.Tensor, *, gates: bool) -> torch.Tensor | None:
     """
     The same columns, `(E, R, 4)`, of weights packed for a CPU kernel, `(E, R', C')`, or a part of them in 4 columns of
-    each expert; `None` if the order is unknown. `experts` is vLLM's object that has packed them, and that first adds zeros
-    to the intermediate size: columns, or, with `gates`, rows behind each half.
+    each expert; `None` if the order is unknown. `experts` is vLLM's object that has packed them, and that first adds
+    zeros to the intermediate size: columns, or, with `gates`, rows behind each half.
     """
     _, height, width = packed.shape
     padded = height // 2 if gates else width
@@ -119,10 +119,10 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
     `held` maps each tensor of the model to its fingerprints, one for each form in which a layer keeps it, summed over
     `group`, the ranks that share the model. `places` maps each weight to the tensors that hold it, where that is
     certain; `""` means the whole model. A tensor into which vLLM fuses several weights counts as one for each of them,
-    such as `qkv_proj.weight[k_proj]`. `values` has the fingerprint of the few columns that are compared of each weight,
-    as they are held; it equals that of the weight only where vLLM keeps its layout. `quantised` lists tensors of 8 or
-    4 bits, and `unreadable` the weights held in another form. All consist of lists and numbers, because a server must
-    send them.
+    such as `qkv_proj.weight[k_proj]`. `values` has the fingerprint of the few columns that are compared of each
+    weight, as they are held; it equals that of the weight only where vLLM keeps its layout. `quantised` lists tensors
+    of 8 or 4 bits, and `unreadable` the weights held in another form. All consist of lists and numbers, because a
+    server must send them.
     """
     forms_of: dict[str, list[torch.Tensor]] = {}
     fused = getattr(model, "packed_modules_mapping", None) or {}

@@ -88,10 +88,10 @@ class PushChecks:
             "completion while no other request was under way"
         )
         notify(
-            f"After the push at optimizer step {step}, vLLM took {tokens} tokens of its first prompt from its cache of "
-            "prefixes, and nothing but requests from before the push can have put them there. Their keys and values are of "
-            "older weights, and the gap grows. Call `reset_prefix_cache()` of the engine after each push, as TRL's "
-            "`sync_weights` does, or set `rollout_engine_kwargs: {enable_prefix_caching: false}`."
+            f"After the push at optimizer step {step}, vLLM took {tokens} tokens of its first prompt from its cache "
+            "of prefixes, and nothing but requests from before the push can have put them there. Their keys and "
+            "values are of older weights, and the gap grows. Call `reset_prefix_cache()` of the engine after each "
+            "push, as TRL's `sync_weights` does, or set `rollout_engine_kwargs: {enable_prefix_caching: false}`."
         )
 
     def keep(self, batch: dict[str, Any], sampled: torch.Tensor) -> None:

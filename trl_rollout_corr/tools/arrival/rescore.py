@@ -282,8 +282,8 @@ def _text(
     at_once: int | None,
 ) -> Text | None:
     """
-    Completion in a row of a batch, cut so that it fits `room` with its prompt, and, down to `FEWEST` tokens, `at_once`;
-    `None` without a token of the loss.
+    Completion in a row of a batch, cut so that it fits `room` with its prompt, and, down to `FEWEST` tokens,
+    `at_once`; `None` without a token of the loss.
     """
     prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
     kept = batch["completion_mask"][row].bool()

@@ -170,9 +170,9 @@ class WeightCheck:
             )
             notify(
                 f"{len(seen_whole)} of the {len(now.sent)} weights that are pushed are compared with those that vLLM "
-                f"holds at most as whole tensors ({listed}), because vLLM splits them over ranks, keeps them in a layout "
-                "of its own, or had other values from the first push on. The comparison does not see a part of them that "
-                f"does not arrive, such as one expert; `fresh_k3_kl` would grow. {SEE}"
+                f"holds at most as whole tensors ({listed}), because vLLM splits them over ranks, keeps them in a "
+                "layout of its own, or had other values from the first push on. The comparison does not see a part "
+                f"of them that does not arrive, such as one expert; `fresh_k3_kl` would grow. {SEE}"
             )
 
     def trained(self) -> int:
@@ -241,11 +241,11 @@ class WeightCheck:
     def _tell(self, missing: list[str], step: int, doubt: str, *, stayed: bool) -> None:
         listed = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
         seen = (
-            f"the tensors of vLLM did not change in a single bit for {len(missing)} of the weights that were sent with "
-            "new values"
+            f"the tensors of vLLM did not change in a single bit for {len(missing)} of the weights that were sent "
+            "with new values"
             if stayed
-            else f"vLLM holds other values than were sent for {len(missing)} of the weights, which it held as they were "
-            "sent after an earlier push"
+            else f"vLLM holds other values than were sent for {len(missing)} of the weights, which it held as they "
+            "were sent after an earlier push"
         )
         message = (
             f"The sampler {'may' if doubt else 'does'} not have the weights of the trainer: two pushes, the last one "

@@ -48,8 +48,8 @@ _SMALLER = (
     "grpo/fp16.yaml)."
 )
 _IN_FLOAT16 = (
-    "The gap is normal, because two kernels compute the same policy. float16 on both sides makes it much smaller (recipe "
-    "grpo/fp16.yaml)."
+    "The gap is normal, because two kernels compute the same policy. float16 on both sides makes it much smaller "
+    "(recipe grpo/fp16.yaml)."
 )
 _IN_FLOAT32 = (
     "let vLLM compute in float32 (`rollout_engine_kwargs: {dtype: float32}`, or `--dtype float32` of a server)"
@@ -90,9 +90,9 @@ CAUSES: dict[str, Cause] = {
     "not_sampled": Cause(
         "values that are not log-probabilities of the sampled tokens",
         Test(wrong_values.not_sampled, 0.3, 0.6),
-        "A `rollout_func` or environment returns fillers, or values of the likeliest token or of another order. Return "
-        "those of the sampled tokens, and leave out of the loss (`env_mask`) what nobody sampled: a tool's answer, or "
-        f"what a grammar or a reasoning budget (`</think>`) forces. {HIDES}",
+        "A `rollout_func` or environment returns fillers, or values of the likeliest token or of another order. "
+        "Return those of the sampled tokens, and leave out of the loss (`env_mask`) what nobody sampled: a tool's "
+        f"answer, or what a grammar or a reasoning budget (`</think>`) forces. {HIDES}",
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
@@ -120,9 +120,9 @@ CAUSES: dict[str, Cause] = {
     "later_turns": Cause(
         "another context in the second and later turns",
         Test(places.later_turns, 3.0, 6.0),
-        "Text was rendered again between turns, which lost or added reasoning or special tokens. Keep the token ids of "
-        "all turns, and append those of the tool's answer. A correction is valid, but the model learns in a context "
-        "that it never meets.",
+        "Text was rendered again between turns, which lost or added reasoning or special tokens. Keep the token ids "
+        "of all turns, and append those of the tool's answer. A correction is valid, but the model learns in a "
+        "context that it never meets.",
     ),
     "by_advantage": Cause(
         "completions or tokens whose advantage is of one sign, while the others of the same steps show less",
@@ -185,8 +185,8 @@ CAUSES: dict[str, Cause] = {
         "completions that were used before: a fixed pool, or a buffer that replays them",
         Test(drift.recorded, 0.2, 0.5),
         "The trainer has learned from them since: announce the step of the policy that sampled them "
-        "(`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio may exceed 1, because the "
-        "trainer has made these very tokens likelier.",
+        "(`trainer.rollout_step`), or sample anew. A correction is valid, but the mean ratio may exceed 1, because "
+        "the trainer has made these very tokens likelier.",
         may_correct=True,
     ),
     "changed": Cause(
@@ -210,8 +210,8 @@ CAUSES: dict[str, Cause] = {
         "an adapter that never reaches the server",
         Test(scored_pushes.adapter_missing, 0.4, 0.6),
         "The sampler still uses the base model, whatever age is announced: a correction is valid, but the gap keeps "
-        "growing. Ask the server for its adapters (`/v1/models`), and check that requests name the one that was pushed "
-        "last. Start it with `--enable-lora`, `--max-loras` two above `max_staleness` and "
+        "growing. Ask the server for its adapters (`/v1/models`), and check that requests name the one that was "
+        "pushed last. Start it with `--enable-lora`, `--max-loras` two above `max_staleness` and "
         "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.",
     ),
     "pushed_in_part": Cause(
@@ -237,9 +237,9 @@ CAUSES: dict[str, Cause] = {
         f"float32{_LOADED}. The gap stays as small as rounding.",
         {"model_init_kwargs": {"dtype": "float32"}},
         f"The sampler rounds: {_IN_FLOAT32}{_LOADED}. The gap stays as small as rounding.",
-        on_quantised="The sampler receives the adapter merged into the base, rounded to bfloat16, while the trainer adds the "
-        f"adapter's output to a quantised base. To make the gap smaller, {_IN_FLOAT32}{_LOADED}. It stays as small as "
-        "rounding.",
+        on_quantised="The sampler receives the adapter merged into the base, rounded to bfloat16, while the trainer "
+        f"adds the adapter's output to a quantised base. To make the gap smaller, {_IN_FLOAT32}{_LOADED}. It stays "
+        "as small as rounding.",
         may_correct=True,
         normal=True,
     ),
@@ -273,15 +273,15 @@ CAUSES: dict[str, Cause] = {
     "other_draws": Cause(
         "tokens that were drawn from another distribution than their values",
         Test(sampling.other_draws, 0.1, 0.3),
-        "The tokens were drawn with another temperature, with `top_p`, or in another way. Return the log-probabilities "
-        "of the distribution that they are drawn from (`--logprobs-mode processed_logprobs`), or draw from the whole "
-        f"one. {HIDES}",
+        "The tokens were drawn with another temperature, with `top_p`, or in another way. Return the "
+        "log-probabilities of the distribution that they are drawn from (`--logprobs-mode processed_logprobs`), or "
+        f"draw from the whole one. {HIDES}",
     ),
     "routing": Cause(
         "mixture of experts: tokens that are routed to other experts",
         Test(precision.routing, 60.0, 120.0),
-        "Correct single tokens: one token with other experts would decide the weight of its completion. With vLLM in the "
-        "training process and without tensor parallelism, the trainer can also replay the sampler's experts.",
+        "Correct single tokens: one token with other experts would decide the weight of its completion. With vLLM in "
+        "the training process and without tensor parallelism, the trainer can also replay the sampler's experts.",
         {"rollout_routing": "replay", "rollout_engine_kwargs": {"enable_return_routed_experts": True}},
         "The trainer already uses the sampler's experts, so something else moves these tokens. Float32 routers on "
         "both sides make them fewer.",
@@ -307,8 +307,9 @@ CAUSES: dict[str, Cause] = {
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed "
         "ones",
         Test(precision.weights, 0.12, 0.25),
-        "Sample in the trainer's precision, or quantise the trainer in the same way. If nothing is quantised, compare a "
-        "weight in the engine with the trainer's. If the sampler lags on purpose, set `trainer.rollout_step`.",
+        "Sample in the trainer's precision, or quantise the trainer in the same way. If nothing is quantised, "
+        "compare a weight in the engine with the trainer's. If the sampler lags on purpose, set "
+        "`trainer.rollout_step`.",
         may_correct=True,
         fallback=Test(precision.noisy_weights, 0.55, 0.65),
     ),

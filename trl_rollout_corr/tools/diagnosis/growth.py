@@ -95,8 +95,8 @@ def first_step(o: DumpedTokens) -> float:
 def with_advantage(o: DumpedTokens) -> float:
     """
     Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, which averages 0 over samples of any
-    sampler, however sure it is. Returns 0 where chance explains the correlation. The sums are over completions, or over
-    the tokens of one sign in each, if tokens have their own advantages.
+    sampler, however sure it is. Returns 0 where chance explains the correlation. The sums are over completions, or
+    over the tokens of one sign in each, if tokens have their own advantages.
     """
     d, means = o.d * o.core, o.parts.means
     excess = means(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(means(np.square(d)), 1e-12))

@@ -65,9 +65,9 @@ OTHER_CAUSES: dict[str, Cause] = {
         "code that writes to it.",
         {"model_init_kwargs": {"dtype": "float32"}},
         "The base is in float32 already, so other code writes to it.",
-        on_quantised="Merging an adapter into a quantised base and taking it away again leaves rounding behind. Trainer "
-        "and sampler share it, but the saved adapter will be loaded on the unchanged base: measure its accuracy there, or "
-        "train the adapter on the base without quantisation.",
+        on_quantised="Merging an adapter into a quantised base and taking it away again leaves rounding behind. "
+        "Trainer and sampler share it, but the saved adapter will be loaded on the unchanged base: measure its "
+        "accuracy there, or train the adapter on the base without quantisation.",
         may_correct=True,
     ),
 }

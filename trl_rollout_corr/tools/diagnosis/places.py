@@ -82,8 +82,13 @@ def later_turns(o: DumpedTokens) -> Evidence | None:
     low, high, before, after = np.maximum(sizes, least)
     share = bounded(float(np.square(o.d[later | (o.seam & (o.turn_place > 0))]).sum()) / max(o.total, 1e-300))
     of_seams = bounded(float(np.square(o.d[o.seam]).sum()) / max(o.total, 1e-300))
-    numbers = {"first": rms(o.d[first]), "later": rms(o.d[later]), "turns": float(len(np.unique(o.turn[later]))),
-               "before": rms(o.d[first & _near_edge(o, before=True)]), "after": rms(o.d[later & _near_edge(o)])}  # fmt: skip
+    numbers = {
+        "first": rms(o.d[first]),
+        "later": rms(o.d[later]),
+        "turns": float(len(np.unique(o.turn[later]))),
+        "before": rms(o.d[first & _near_edge(o, before=True)]),
+        "after": rms(o.d[later & _near_edge(o)]),
+    }
     sentence = (
         "|d| is {first} in the first turns of completions and {later} in the {turns} turns after them; it is {before} "
         "in the last tokens before the second turn and {after} in the first ones of it"

@@ -188,8 +188,8 @@ def head(o: DumpedTokens) -> Evidence | None:
         numbers |= {"of_sampler": different[0], "of_trainer": different[1]}
         most = POSSIBLE
         sentence += (
-            "; but the sampler's values are only {of_sampler} different numbers, and the trainer's {of_trainer}: values "
-            "that are rounded on their way, in a `rollout_func` or a server's answer, would look the same"
+            "; but the sampler's values are only {of_sampler} different numbers, and the trainer's {of_trainer}: "
+            "values that are rounded on their way, in a `rollout_func` or a server's answer, would look the same"
         )
     words = f"; the trainer's head computes in {trainer}, and the sampler's in {sampler}"
     if not known:

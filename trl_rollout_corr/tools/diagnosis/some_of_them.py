@@ -137,7 +137,8 @@ def by_advantage(o: DumpedTokens) -> Evidence | None:
     if mixed and _moved(o, known & ~deviating):
         return None
     sentence = (
-        f"|d| is {{off}} in {'tokens' if mixed else 'completions'} with a {off} advantage, and {{others}} in the others: "
+        f"|d| is {{off}} in {'tokens' if mixed else 'completions'} with a {off} advantage, and {{others}} in the "
+        "others: "
         "{ratio} times as large at equally likely tokens of the same steps"
     )
     rows = np.isin(np.arange(len(o.lengths)), parts.row[deviating])

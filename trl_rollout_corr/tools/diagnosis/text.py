@@ -153,7 +153,8 @@ _OF_HEAD = "cast_lm_head_to_fp32"
 # By what TRL finds of a head: why it cannot compute in float32
 _HEADS = {
     "adapted": "TRL refuses `cast_lm_head_to_fp32` with an adapter on the head.",
-    "tied": "TRL fails with `cast_lm_head_to_fp32` here, because it does not find the embedding that the head is tied to.",
+    "tied": "TRL fails with `cast_lm_head_to_fp32` here, because it does not find the embedding that the head is tied "
+    "to.",
     "unknown": "TRL fails with `cast_lm_head_to_fp32` here, because the model has no `lm_head`.",
 }
 _GIVEN = "The trainer got this model and not its name, so load it with {options}: `model_init_kwargs` has no effect."

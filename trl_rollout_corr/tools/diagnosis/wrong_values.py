@@ -1,4 +1,4 @@
-"""Values of the sampler that are not log-probabilities of the sampled tokens: lacking, shifted, offset or filled in."""
+"""Values of the sampler that are no log-probabilities of the sampled tokens: lacking, shifted, offset or filled in."""
 
 import numpy as np
 
@@ -127,12 +127,13 @@ def not_sampled(o: DumpedTokens) -> Evidence | None:
     numbers = {"fillers": fillers, "zeros": mean(zeros), "deep": deep, "ratio": mean(ratio), "alike": alike}
     numbers["completions"] = float(len(np.unique(o.row[o.core][zeros | equal])))
     signs = [
-        (fillers, fillers, "a share of {fillers} of d^2 comes from tokens of {completions} completions whose values are 0 (a "
-         "share of {zeros}) or equal, while the trainer's differ from each other"),
-        (deep if mean(d[large] < 0) > 0.98 else 0.0, 1.0, "no value is below the trainer's, and a share of {deep} of d^2 "
-         "comes from tokens that the trainer finds 20 times less likely or more: no truncated sampling leaves so little"),
-        (1 - alike if beyond > 6 else 0.0, 1.0, "the mean of exp(d) is {ratio}, where samples of any sampler give at most "
-         "1, and the rank correlation of the two sides is {alike}"),
+        (fillers, fillers, "a share of {fillers} of d^2 comes from tokens of {completions} completions whose values "
+         "are 0 (a share of {zeros}) or equal, while the trainer's differ from each other"),
+        (deep if mean(d[large] < 0) > 0.98 else 0.0, 1.0, "no value is below the trainer's, and a share of {deep} of "
+         "d^2 comes from tokens that the trainer finds 20 times less likely or more: no truncated sampling leaves so "
+         "little"),
+        (1 - alike if beyond > 6 else 0.0, 1.0, "the mean of exp(d) is {ratio}, where samples of any sampler give at "
+         "most 1, and the rank correlation of the two sides is {alike}"),
     ]  # fmt: skip
     statistic, share, sentence = max(signs)
     words = ""

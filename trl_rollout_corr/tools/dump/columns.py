@@ -8,8 +8,8 @@ from numpy.typing import DTypeLike
 
 
 # The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding`
-# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, 6 two columns that 8 removed,
-# 7 `advantages`, and 8 `fresh`; the reader takes them all.
+# and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, 6 two columns that 8
+# removed, 7 `advantages`, and 8 `fresh`; the reader takes them all.
 FORMAT, VERSION = "trl_rollout_corr.dump", 8
 
 

@@ -107,8 +107,8 @@ RULES = [
             "limit": 0.005,
             "seen": "`k3_kl` is {value} with fresh weights, and its median of the steps 21 to 40 is above {limit:g} "
             "as well.",
-            "why": "The limit is of dense models in bfloat16, and a gap of 0.009 from artificial noise collapsed five of "
-            "six uncorrected runs of ours.",
+            "why": "The limit is of dense models in bfloat16, and a gap of 0.009 from artificial noise collapsed "
+            "five of six uncorrected runs of ours.",
             "advice": "{find}",
             "measure": conditions.gap_of_fresh_weights,
             "applies": lambda window: not window.rounds_more,
@@ -255,8 +255,8 @@ RULES = [
         {
             "name": "weight_mean_high",
             "limit": 2.0,
-            "why": "The mean multiplies the optimizer step, and a few tokens with a huge weight or wrong log-probabilities "
-            "raise it.",
+            "why": "The mean multiplies the optimizer step, and a few tokens with a huge weight or wrong "
+            "log-probabilities raise it.",
             "advice": "{correct}",
         },
         key="rollout_is_mean",

@@ -76,8 +76,8 @@ _UNCUT = (
 )
 _UNKNOWN = "it is not known whether the run corrects for it (without a correction, it biases the training)"
 _NO_TOKENS = {
-    "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, even one that "
-    "a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
+    "cut": "If `mask_truncated_completions` is set, it leaves out every completion without an EOS token, even one "
+    "that a `stop` string has ended; otherwise check the `env_mask` of your `rollout_func`.",
     "ended": "Few completions were cut, so check the `env_mask` of your `rollout_func`: tokens with 0 there are not "
     "in the loss.",
 }

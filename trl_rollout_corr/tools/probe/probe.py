@@ -114,8 +114,8 @@ def _answer(request: Mapping[str, Any]) -> Scored:
 
 def _free_port() -> int:
     """
-    A port of a probe's own. TRL looks whether 29500 is free before it builds the engine, which takes it some time later:
-    a training that starts in between, or another probe, has it by then.
+    A port of a probe's own. TRL looks whether 29500 is free before it builds the engine, which takes it some time
+    later: a training that starts in between, or another probe, has it by then.
     """
     with socket.socket() as looking:
         looking.bind(("", 0))

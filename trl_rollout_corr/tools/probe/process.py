@@ -1,7 +1,7 @@
 """
-A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step. They
-answer one request (`tools/probe/set_up.py`). The trainer need not score the tokens of another process again if all
-settings concern vLLM.
+A process of a probe: one trainer and one sampler, which begin to train as in the run and stop before the first step.
+They answer one request (`tools/probe/set_up.py`). The trainer need not score the tokens of another process again if
+all settings concern vLLM.
 """
 
 import time

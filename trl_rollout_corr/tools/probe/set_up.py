@@ -1,7 +1,7 @@
 """
-From a request to a trainer with its sampler, which begin as in the run, with a batch of their own. A request is the `run` of
-`probe` (`tools/probe/probe.py`) with `output` (a folder), `settings` (fields that differ from the run), and perhaps
-`tokens` (a file of another process).
+From a request to a trainer with its sampler, which begin as in the run, with a batch of their own. A request is the
+`run` of `probe` (`tools/probe/probe.py`) with `output` (a folder), `settings` (fields that differ from the run), and
+perhaps `tokens` (a file of another process).
 """
 
 import dataclasses
@@ -58,7 +58,8 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Mod
         raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
     if args.vllm_mode != "colocate":
         raise ValueError(
-            f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM itself. Add "
+            f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM "
+            "itself. Add "
             "`--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
         )
     if args.settings.rollout_support is not None:
@@ -151,15 +152,17 @@ def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) 
     if left < 1:
         raise ValueError(
             f"A prompt has {max(lengths)} tokens ({source}), and the engine takes texts of "
-            f"{args.vllm_max_model_length} tokens, of which a probe needs {CONTINUED + 1} after the prompt. Name a file "
-            "with shorter prompts, one in each line: `--prompts FILE`, or set `--vllm_max_model_length` higher if the "
-            "model has a longer context."
+            f"{args.vllm_max_model_length} tokens, of which a probe needs {CONTINUED + 1} after the prompt. Name a "
+            "file with shorter prompts, one in each line: `--prompts FILE`, or set `--vllm_max_model_length` higher "
+            "if the model has a longer context."
         )
     args.max_completion_length = min(args.max_completion_length, left)
 
 
 def build_trainer(request: Mapping[str, Any]) -> tuple[Trainer, Config]:
-    """The trainer of a request with its sampler, and the configuration of the run, before it was shortened for a probe."""
+    """
+    The trainer of a request with its sampler, and the configuration of the run, before it was shortened for a probe.
+    """
     trainer_class, run, model_args = read_request(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")

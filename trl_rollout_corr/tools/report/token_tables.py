@@ -219,10 +219,10 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
     moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
     if (train > rollout) == positive and table.fresh:
         parts.append(
-            f"Their mean probability is {number(rollout, 2)} under the sampler and {number(train, 2)} under the trainer, "
-            "although both had the same weights, so that no push changes it: the two compute these tokens differently, "
-            "and the correction does not push them further. Look for the cause with `trl-rollout-corr diagnose` before "
-            "you change a bound."
+            f"Their mean probability is {number(rollout, 2)} under the sampler and {number(train, 2)} under the "
+            "trainer, although both had the same weights, so that no push changes it: the two compute these tokens "
+            "differently, and the correction does not push them further. Look for the cause with `trl-rollout-corr "
+            "diagnose` before you change a bound."
         )
     elif (train > rollout) == positive:
         parts.append(

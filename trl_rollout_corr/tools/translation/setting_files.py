@@ -62,8 +62,8 @@ def read_document(text: str) -> tuple[Any, yaml.Node | None]:
 
 def lines_of(node: yaml.Node | None) -> dict[str, int]:
     """
-    Line of each setting in the tree of a file, by its dotted name, and by the last part of it where this part stands in
-    one line only. A setting that is given twice has its last line, which is the one that counts.
+    Line of each setting in the tree of a file, by its dotted name, and by the last part of it where this part stands
+    in one line only. A setting that is given twice has its last line, which is the one that counts.
     """
     dotted: dict[str, int] = {}
     last: dict[str, dict[str, int]] = {}

@@ -163,7 +163,9 @@ def _new_plugins(content: Mapping[str, Any]) -> list[object]:
 def _edited(
     text: str, node: yaml.Node | None, sections: list[str], new: Mapping[str, Any], plugins: list[object]
 ) -> str:
-    """The text of a file without the lines of its sections of verl or SkyRL, and with lines of new fields and plugins."""
+    """
+    The text of a file without the lines of its sections of verl or SkyRL, and with lines of new fields and plugins.
+    """
     text = _without_lines(text, node, sections)
     lines = yaml_lines(new)
     if len(plugins) > 1:  # the file has a list already
