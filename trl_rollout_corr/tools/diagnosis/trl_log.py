@@ -154,8 +154,8 @@ _DRIFT = Suspicion(
     "A push that leaves out some weights, an adapter that is rounded when it is merged, or a vLLM whose sleep mode "
     "loads the base model again (TRL issue 5312) looks like this. So do updates on completions of another policy, "
     "which push the two further apart.",
-    "Switch `vllm_enable_sleep_mode` off if it is on, and compare a weight in vLLM with the trainer's after a push. "
-    "If they agree, lower `learning_rate`.",
+    "Switch `vllm_enable_sleep_mode` off if it is on. Then resume from a checkpoint before the drop with a trainer of "
+    "this package, which checks every push; if it reports none, lower `learning_rate`.",
 )
 _DIPS = Suspicion(
     "single_steps",
