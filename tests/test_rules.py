@@ -600,7 +600,7 @@ def test_samples_from_a_part_of_the_policy_are_no_gap():
 @pytest.mark.parametrize(
     ("fields", "support", "said"),
     [
-        ({}, None, "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults; otherwise check"),
+        ({}, None, "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults; if they are, check"),
         ({"top_p": 0.9, "top_k": 0}, None, "Leave `top_p=0.9` at the default"),
         ({"top_p": 0.9}, "replay", "Check that log-probabilities are taken after temperature"),
         ({"top_p": 1.0}, None, "Check that log-probabilities are taken after temperature"),

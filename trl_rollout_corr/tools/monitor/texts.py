@@ -215,7 +215,7 @@ TRUE_VALUES = (
     "check that log-probabilities are taken after temperature, belong to their tokens, and are no fillers, "
     "such as 0.0."
 )
-DEFAULTS = "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults; otherwise " + TRUE_VALUES
+DEFAULTS = "Set `top_p`, `top_k`, `min_p` and `repetition_penalty` to their defaults; if they are, " + TRUE_VALUES
 
 
 def _defaults(window: Window) -> str:
