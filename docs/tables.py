@@ -226,10 +226,9 @@ def metrics(table: str) -> str:
 
     def cells(name: str) -> dict[str, str]:
         healthy = band_in_words(name)
-        return {
-            "healthy": healthy,
-            "what it says": f"{said[name]} **Healthy: {healthy}.**" if healthy else said[name],
-        }
+        if not healthy:  # then what is written by hand stays in its own column
+            return {"what it says": said[name]}
+        return {"healthy": healthy, "what it says": f"{said[name]} **Healthy: {healthy}.**"}
 
     return completed(table, cells)
 
