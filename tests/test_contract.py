@@ -33,6 +33,7 @@ def make(tiny_model_path, tmp_path):
 # Attributes of an object, and keys of a batch
 ATTRIBUTES = (
     "beta", "num_iterations", "reward_weights", "temperature", "use_vllm", "vllm_generation", "vllm_mode", "_metrics",
+    "_step", "_buffered_inputs", "_last_loaded_step",
 )  # fmt: skip
 KEYS = ("advantages", "completion_ids", "completion_mask", "prompt_ids", "prompt_mask")
 NAMES = {

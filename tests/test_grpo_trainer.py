@@ -534,6 +534,28 @@ def test_metrics_of_an_interrupted_step_do_not_enter_the_next_training(make, tin
     assert max(logged(trainer, "k3_kl")) < 1e-6
 
 
+@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2}, {"steps_per_generation": 8}], ids=str)
+def test_an_interrupted_trainer_resumes_as_a_new_one_does(make, tmp_path, fields):
+    """As after Ctrl-C in a notebook, with a part of a generation visited."""
+    fields = {
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4,
+        "max_steps": 4,
+        "learning_rate": 3e-3,
+        **fields,
+    }
+    fields |= {"output_dir": tmp_path / "run", "save_strategy": "steps", "save_steps": 1}
+    interrupted = make(extra={"callbacks": [Interruption()]}, **fields)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.train()
+    found = []
+    for trainer in (interrupted, make(**fields)):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert len(found[0]) == 4
+    assert_same_steps(*found)
+
+
 def test_a_run_of_trl_goes_on_from_its_checkpoint_with_the_same_losses(make, tmp_path):
     """Who changes the classes in the middle of a run loses nothing, and has metrics from there on."""
     fields = {"max_steps": 4, "seed": 1, "save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}

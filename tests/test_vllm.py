@@ -58,6 +58,17 @@ def test_a_synced_float32_sampler_agrees_with_the_trainer(make, peft, tied):
     assert logged(trainer, "rollout_is_eff_sample_size") == [pytest.approx(1.0)] * 4
 
 
+@pytest.mark.parametrize("correction", ["auto", "trl"])
+def test_a_second_training_begins_with_a_push(make, correction):
+    """TRL takes a push at this step, which counts from 0 again, for one of these weights."""
+    trainer = make(learning_rate=1e-2, max_steps=1, rollout_correction=correction)
+    trainer.train()
+    assert_in_step(trainer)
+    trainer.train()
+    assert len(logged(trainer, "k3_kl")) == 1  # of the second training
+    assert_in_step(trainer)
+
+
 def test_a_tied_head_is_pushed_to_a_bfloat16_sampler(make):
     with pytest.warns(UserWarning, match="computes in float32 and the sampler in bfloat16"):
         trainer = make(learning_rate=1e-2, max_steps=4, tied=True, rollout_engine_kwargs={"dtype": "bfloat16"})

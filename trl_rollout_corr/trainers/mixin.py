@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
 
 from ..door import replays_of
 from ..settings.config import RolloutCorrectionConfig
@@ -56,8 +57,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks), `_generate` and
     `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
     `_calculate_rewards` (completions rejected before the baseline), `_get_per_token_logps_and_entropies` and
-    `compute_loss` (the correction), and `training_step` (the end of replays).
-    [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] overrides `train` and `log`.
+    `compute_loss` (the correction), `training_step` (the end of replays), and `train` (a new start after an earlier
+    training). [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] overrides `train` and `log`.
 
     A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of
     the log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.
@@ -70,6 +71,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
     """
 
     _anchor_key: str
+    _step: int  # TRL's, with the next two
+    _buffered_inputs: Any
+    _last_loaded_step: int
 
     rollout_step: int | None = None
     # TRL's own tests call methods of a trainer that was never initialised. So state gets a default here, except what
@@ -263,6 +267,15 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
     # The loss --------------------------------------------------------------------------------------------------------
+
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
+        # TRL keeps the step of its latest push, which may be of an earlier training with other weights
+        self._last_loaded_step = -1
+        if self._settings.changes_loss:
+            # A training that was interrupted, as in a notebook, leaves a generation that it began. Its rest would move
+            # all later ones against the optimizer steps, so that samples are visited after an update.
+            self._step, self._buffered_inputs = 0, None
+        return super().train(*args, **kwargs)
 
     def compute_loss(
         self,
