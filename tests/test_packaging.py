@@ -160,7 +160,7 @@ def test_the_wheel_works_in_an_empty_environment(built, tmp_path):
     tool = str(run_in / "trl-rollout-corr")
     assert trl_rollout_corr.__version__ in call(tool, "--version")
     assert "can be corrected" in call(tool, "check")
-    assert "What do I do about this symptom" in call(tool, "docs")
+    assert {"debugging", "fields", "verl"} <= {line.split(" ")[0] for line in call(tool, "docs").splitlines()}
     assert "Wrote" in call(tool, "recipes", "written")
     assert (tmp_path / "written/recipes/grpo/cpu.yaml").exists()
     (tmp_path / "old.yaml").write_text("algorithm:\n  rollout_correction:\n    rollout_is: token\n")
