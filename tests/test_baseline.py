@@ -83,17 +83,38 @@ def rloo(tiny_model_path, tmp_path, shared_engine):
     return rloo
 
 
-def test_grpo_baseline_with_the_rejected(grpo):
-    advantages = scored(grpo())["advantages"].view(-1, 4)
-    expected = torch.tensor([100.0, 1.0, 2.0, 3.0]) - 26.5
-    torch.testing.assert_close(advantages, expected.expand_as(advantages))
+@pytest.fixture
+def make(request):
+    """The function of this name that builds a trainer."""
+    return request.getfixturevalue(request.param)
+
+
+BOTH = ["grpo", pytest.param("rloo", marks=pytest.mark.vllm)]
+# With a reward of 100, 1, 2 and 3: minus their mean in GRPO, minus the mean of the other three in RLOO
+WITH_ALL = {
+    RolloutCorrectedGRPOTrainer: [73.5, -25.5, -24.5, -23.5],
+    RolloutCorrectedRLOOTrainer: [98.0, -34.0, -32.6666667, -31.3333333],
+}
+WITHOUT_THE_FIRST = {
+    RolloutCorrectedGRPOTrainer: [0.0, -1.0, 0.0, 1.0],
+    RolloutCorrectedRLOOTrainer: [0.0, -1.5, 0.0, 1.5],
+}
+
+
+def assert_advantages(trainer, expected):
+    advantages = scored(trainer)["advantages"].view(-1, 4)
+    torch.testing.assert_close(advantages, torch.tensor(expected[type(trainer)]).expand_as(advantages))
+
+
+@pytest.mark.parametrize("make", BOTH, indirect=True)
+def test_baseline_with_the_rejected(make):
+    assert_advantages(make(), WITH_ALL)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "several steps per generation"])
-def test_grpo_baseline_without_the_rejected(grpo, schedule):
-    trainer = grpo(rollout_rs_exclude_from_baseline=True, schedule=schedule)
-    advantages = scored(trainer)["advantages"].view(-1, 4)
-    torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0, 0.0, 1.0]).expand_as(advantages))
+@pytest.mark.parametrize("make", BOTH, indirect=True)
+def test_baseline_without_the_rejected(make, schedule):
+    assert_advantages(make(rollout_rs_exclude_from_baseline=True, schedule=schedule), WITHOUT_THE_FIRST)
 
 
 def test_grpo_group_of_two_with_one_rejected(grpo, tiny_model_path):
@@ -102,18 +123,6 @@ def test_grpo_group_of_two_with_one_rejected(grpo, tiny_model_path):
     trainer.reward_funcs[0] = lambda completions, **kwargs: [(100.0, 1.0)[i % 2] for i in range(len(completions))]
     advantages = scored(trainer)["advantages"].view(-1, 4)  # the first of every second group is rejected
     torch.testing.assert_close(advantages, torch.tensor([0.0, 0.0, 49.5, -49.5]).expand_as(advantages))
-
-
-@pytest.mark.vllm
-def test_rloo_baseline_with_the_rejected(rloo):
-    advantages = scored(rloo())["advantages"].view(-1, 4)
-    torch.testing.assert_close(advantages, torch.tensor([98.0, -34.0, -32.6666667, -31.3333333]).expand_as(advantages))
-
-
-@pytest.mark.vllm
-def test_rloo_baseline_without_the_rejected(rloo):
-    advantages = scored(rloo(rollout_rs_exclude_from_baseline=True))["advantages"].view(-1, 4)
-    torch.testing.assert_close(advantages, torch.tensor([0.0, -1.5, 0.0, 1.5]).expand_as(advantages))
 
 
 def test_a_partly_rejected_sequence_stays(grpo):

@@ -16,7 +16,6 @@ from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     BrokenSampler,
-    assert_evaluates,
     assert_gradients_equal,
     assert_same_metrics,
     assert_same_steps,
@@ -25,7 +24,6 @@ from tests.training import (
     build,
     corrected_batches,
     counting_forwards,
-    evaluation,
     gradients,
     logged,
     losses,
@@ -496,31 +494,6 @@ def test_tool_tokens_are_out_of_weights_rejection_and_metrics(make, tiny_model_p
     assert_trains(trainer)
 
 
-def test_evaluation_has_its_own_metrics(make):
-    for mode in MODES.values():
-        assert_evaluates(make(**mode, **evaluation()))
-
-
-def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
-    for schedule in ("aligned", "several generations per step"):
-        fields = {
-            "schedule": schedule,
-            "max_steps": 4,
-            "rollout_rs": "token_k1",
-            "rollout_rs_threshold": 1.5,
-            "seed": 1,
-        }
-        uninterrupted = losses(make(**fields))
-        output = {"output_dir": str(tmp_path / schedule), "save_strategy": "steps", "save_steps": 2}
-        first = make(**{**fields, **output})
-        first.train()
-        resumed = make(**{**fields, **output})
-        resumed.train(resume_from_checkpoint=str(tmp_path / schedule / "checkpoint-2"))
-        history = [(e["loss"], e["grad_norm"]) for e in resumed.state.log_history if "loss" in e]
-        assert_same_steps(history, uninterrupted)
-        assert len(logged(resumed, "kl")) == 4
-
-
 def test_metrics_of_an_interrupted_step_do_not_enter_the_next_training(make, tiny_model_path):
     """As after Ctrl-C in a notebook. Only the first training sees a gap."""
     sampler = StaleSampler(tiny_model_path, noise=0.5)
@@ -591,17 +564,6 @@ def test_a_maximum_stays_a_maximum_over_the_logging_window(make):
 # What can go wrong ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_where_everything_is_rejected_teaches_nothing(make, tiny_model_path, mode, caplog):
-    fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.0001, "rollout_monitor": "warn"}
-    trainer = make(sampler=StaleSampler(tiny_model_path, noise=2.0), **fields)
-    with saying(caplog, "All tokens were rejected or have no gradient"):
-        steps = losses(trainer)
-    assert steps == [(0.0, 0.0)] * 3
-    assert logged(trainer, "effective_lr") == [0.0] * 3
-    assert all(p.isfinite().all() for p in trainer.model.parameters())
-
-
 def break_some(output):
     for sequence in output["logprobs"][::2]:
         sequence[0] = None  # what vLLM's NaN becomes on its way through TRL
@@ -663,11 +625,6 @@ def test_dropped_and_neutralised_tokens_in_the_gradient(make, tiny_model_path):
             loss = reduce(-batch["advantages"][:, None] * policy_logps(trainer.model, batch), batch, trainer, "dapo")
             for name, gradient in backward(trainer.model, loss).items():
                 torch.testing.assert_close(found[name], share * gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_no_sampler_at_all(tiny_model_path, tmp_path):
-    with pytest.raises(ValueError, match=r"`use_vllm` is False.*, pass a `rollout_func` .*, or use `GRPOTrainer`"):
-        build(RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path)
 
 
 def test_the_wrong_configuration_class(tiny_model_path, tmp_path):

@@ -13,7 +13,6 @@ from tests.training import (
     SCHEDULES,
     VISITED_BEFORE_UPDATE,
     VLLM,
-    assert_evaluates,
     assert_gradients_equal,
     assert_in_step,
     assert_same_steps,
@@ -21,7 +20,6 @@ from tests.training import (
     backward,
     build,
     counting_forwards,
-    evaluation,
     freeze_sampler,
     gradients,
     logged,
@@ -30,7 +28,6 @@ from tests.training import (
     plain_model,
     policy_logps,
     push_by_reload,
-    saying,
 )
 from trl_rollout_corr import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from trl_rollout_corr.trainers.keys import FIRST_COEFFICIENTS, FIRST_LOGPS, ROLLOUT_LOGPS
@@ -363,31 +360,7 @@ def test_trains_with_options_of_trl(make, mode, option):
     )
 
 
-def test_evaluation_has_its_own_metrics(make):
-    for mode in MODES.values():
-        assert_evaluates(make(**mode, **evaluation()))
-
-
-def test_resuming_gives_the_losses_of_an_uninterrupted_run(make, tmp_path):
-    fields = {"max_steps": 4, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.5}
-    uninterrupted = losses(make(**fields))
-    output = {"output_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 2}
-    make(**{**fields, **output}).train()
-    resumed = make(**{**fields, **output})
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    history = [(e["loss"], e["grad_norm"]) for e in resumed.state.log_history if "loss" in e]
-    assert_same_steps(history, uninterrupted)
-
-
 # What can go wrong ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_where_everything_is_rejected_teaches_nothing(make, mode, caplog):
-    fields = {**MODES[mode], "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.000001, "rollout_monitor": "warn"}
-    trainer = make(spread=0.3, **fields)
-    with saying(caplog, "All tokens were rejected or have no gradient"):
-        assert losses(trainer) == [(0.0, 0.0)] * 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -396,8 +369,3 @@ def test_an_engine_with_broken_weights(make, mode, beta):
     trainer = make(spread=math.nan, beta=beta, **MODES[mode])
     assert losses(trainer) == [(0.0, 0.0)] * 3
     assert logged(trainer, "nonfinite_fraction") == [1.0] * 3
-
-
-def test_no_sampler_at_all(tiny_model_path, tmp_path):
-    with pytest.raises(ValueError, match=r"`use_vllm` is False.*Set `use_vllm=True`, or use `RLOOTrainer`"):
-        build(RolloutCorrectedRLOOTrainer, RolloutCorrectedRLOOConfig, tiny_model_path, tmp_path)
