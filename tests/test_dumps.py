@@ -6,7 +6,9 @@ import os
 import runpy
 import subprocess
 import sys
+from contextlib import chdir, redirect_stdout
 from datetime import UTC, date, datetime
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -630,22 +632,32 @@ LATER = {
 }
 
 
+def make_two_steps(folder) -> Path:
+    return make_dump(folder, steps=2, settings={"rollout_correction": "decoupled_token_is"})
+
+
+@pytest.fixture(scope="module")
+def of_today(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each command on a dump of today."""
+    folder, found = tmp_path_factory.mktemp("today"), {}
+    make_two_steps(folder / "dump")
+    for command in ("diagnose", "compare", "report"):
+        with chdir(folder), redirect_stdout(StringIO()) as output:
+            found[command] = main([command, str(folder / "dump")]), output.getvalue()
+    return found
+
+
 @pytest.mark.parametrize("version", LATER)
 @pytest.mark.parametrize("command", ["diagnose", "compare", "report"])
-def test_dumps_of_earlier_versions_are_read(command, version, tmp_path, capsys, monkeypatch):
+def test_dumps_of_earlier_versions_are_read(command, version, of_today, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outputs = []
-    for folder in (tmp_path / "now", tmp_path / "then"):
-        make_dump(folder / "dump", steps=2, settings={"rollout_correction": "decoupled_token_is"})
-        if folder.name == "then":
-            for path in dump.files_of(folder / "dump"):
-                in_version(path, version, *LATER[version], rollout_no_more=3)
-        code = main([command, str(folder / "dump")])
-        output = capsys.readouterr()
-        outputs.append((code, output.out))
-        assert code != 2, output.err
+    for path in dump.files_of(make_two_steps(tmp_path / "dump")):
+        in_version(path, version, *LATER[version], rollout_no_more=3)
+    code = main([command, str(tmp_path / "dump")])
+    output = capsys.readouterr()
+    assert code != 2, output.err
     if version > 2:  # nothing is missing that the diagnosis reads
-        assert outputs[0] == outputs[1]
+        assert (code, output.out) == of_today[command]
 
 
 def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):
