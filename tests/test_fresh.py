@@ -9,6 +9,7 @@ import torch
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
+from trl_rollout_corr.correction.age import Staleness, count_stale
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.trainers.age_notice import AgeNotice
@@ -288,3 +289,9 @@ def test_updates_since_the_generation_are_no_age_of_a_gap(tmp_path, tiny_model_p
     build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, rollout_dump_steps=2, **fields).train()
     assert {*open_dump(dump).sequences.staleness} == {1}
     assert "stale" not in [finding.name for finding in diagnose(read_tokens(dump)).findings]
+
+
+def test_a_completion_without_a_token_of_the_loss_is_neither_fresh_nor_old():
+    mask = torch.tensor([[1, 0], [1, 1], [0, 0]])  # TRL masks completions that were cut off
+    found = Staleness.of(count_stale(torch.tensor([True, False, False]), mask)).finish()
+    assert found[f"{PREFIX}stale_fraction"] == 0.5

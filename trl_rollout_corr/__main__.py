@@ -19,9 +19,13 @@ import traceback
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TypeAlias
 
 from .messages import SelfContainedError, __version__
 from .tools.formats import visible
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,6 +86,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(code=0, subject="command")  # exit code of a completed command, and the subject of an error
     commands = parser.add_subparsers(dest="command")
 
+    _add_convert(commands)
+    _add_report(commands)
+    _add_compare(commands)
+    _add_diagnose(commands)
+    _add_probe(commands)
+    _add_recipes(commands)
+    _add_docs(commands)
+    _add_check(commands)
+    return parser
+
+
+def _add_convert(commands: _Commands) -> None:
     command = commands.add_parser(
         "convert",
         help="translate settings of verl, SkyRL or TRL into YAML of this package",
@@ -100,55 +116,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_convert, subject="file")
 
-    _add_report(commands)
-    _add_compare(commands)
-
-    _add_diagnose(commands)
-    _add_probe(commands)
-
-    command = commands.add_parser(
-        "recipes",
-        help="write the recipes and their training scripts to a folder",
-        description=(
-            "Write the folders recipes/ and examples/. The commands of the documents then work in that folder."
-        ),
-    )
-    command.add_argument(
-        "folder", nargs="?", default=".", help="folder to write to, which may be new (default: the current one)"
-    )
-    command.set_defaults(run=_recipes, subject="folder")
-
-    command = commands.add_parser(
-        "docs",
-        help="print a document, or what answers a question in all of them, or list them",
-        description="Print a document or one of its sections. For any other words, print the one or two sections that "
-        "answer them best, and list others. Without a name, list all documents.",
-    )
-    command.add_argument(
-        "name",
-        nargs="*",
-        help="a document such as debugging, a section such as alarms#k3_high, or a question in words",
-    )
-    command.set_defaults(run=_docs, subject="name")
-
-    command = commands.add_parser(
-        "check",
-        help="check that the installed TRL is supported, or check a file of settings",
-        description="Without a file, print the installed versions, and say whether the installed TRL can be "
-        "corrected. With a file, read it as a training script would, without loading a model, and name every mistake. "
-        "Exit code 0: TRL can be corrected, or the file contains no mistake, 1: otherwise, 2: the file cannot be "
-        "read.",
-    )
-    command.add_argument("file", nargs="?", help="YAML file that a training script gets as --config")
-    command.add_argument(
-        "--trainer",
-        choices=("grpo", "rloo", "async_grpo"),
-        help="trainer that the file is for (default: the one that knows most of its settings)",
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_check, subject="file")
-    return parser
-
 
 def _add_trainer_of_file(command: argparse.ArgumentParser) -> None:
     command.add_argument(
@@ -158,7 +125,7 @@ def _add_trainer_of_file(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_report(commands: _Commands) -> None:
     command = commands.add_parser(
         "report",
         help="turn a run into one page",
@@ -180,7 +147,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command.set_defaults(run=_report, subject="output")
 
 
-def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_compare(commands: _Commands) -> None:
     command = commands.add_parser(
         "compare",
         help="show what each preset would do to the completions of a run",
@@ -201,7 +168,7 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.set_defaults(run=_compare, subject="dump")
 
 
-def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_diagnose(commands: _Commands) -> None:
     command = commands.add_parser(
         "diagnose",
         help="name the cause of the gap between sampler and trainer, and its remedy",
@@ -217,7 +184,7 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     command.set_defaults(run=_diagnose, subject="dump")
 
 
-def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_probe(commands: _Commands) -> None:
     command = commands.add_parser(
         "probe",
         help="diagnose a model and its sampler before training, from a few completions",
@@ -246,6 +213,54 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_probe, subject="model")
+
+
+def _add_recipes(commands: _Commands) -> None:
+    command = commands.add_parser(
+        "recipes",
+        help="write the recipes and their training scripts to a folder",
+        description=(
+            "Write the folders recipes/ and examples/. The commands of the documents then work in that folder."
+        ),
+    )
+    command.add_argument(
+        "folder", nargs="?", default=".", help="folder to write to, which may be new (default: the current one)"
+    )
+    command.set_defaults(run=_recipes, subject="folder")
+
+
+def _add_docs(commands: _Commands) -> None:
+    command = commands.add_parser(
+        "docs",
+        help="print a document, or what answers a question in all of them, or list them",
+        description="Print a document or one of its sections. For any other words, print the one or two sections that "
+        "answer them best, and list others. Without a name, list all documents.",
+    )
+    command.add_argument(
+        "name",
+        nargs="*",
+        help="a document such as debugging, a section such as alarms#k3_high, or a question in words",
+    )
+    command.set_defaults(run=_docs, subject="name")
+
+
+def _add_check(commands: _Commands) -> None:
+    command = commands.add_parser(
+        "check",
+        help="check that the installed TRL is supported, or check a file of settings",
+        description="Without a file, print the installed versions, and say whether the installed TRL can be "
+        "corrected. With a file, read it as a training script would, without loading a model, and name every mistake. "
+        "Exit code 0: TRL can be corrected, or the file contains no mistake, 1: otherwise, 2: the file cannot be "
+        "read.",
+    )
+    command.add_argument("file", nargs="?", help="YAML file that a training script gets as --config")
+    command.add_argument(
+        "--trainer",
+        choices=("grpo", "rloo", "async_grpo"),
+        help="trainer that the file is for (default: the one that knows most of its settings)",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_check, subject="file")
 
 
 # Each command imports its work when it runs, because `convert` needs no torch and `--help` should not wait for it.

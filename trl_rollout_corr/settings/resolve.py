@@ -249,23 +249,24 @@ def settings_in_words(settings: Settings, *, level: str | None = None) -> str:
     At most three sentences about settings: the preset and its weights, rejected tokens, and the mode. With weights and
     rejection, none says that PPO clips as in TRL. `level` is TRL's `importance_sampling_level`.
     """
-    sentences = [] if settings.bounding is None else [_weights_in_words(settings)]
-    sentences += [_rejection_in_words(settings)] if settings.criteria else []
+    parts = [_weights_in_words(settings)] if settings.bounding is not None else []
+    parts += [_rejection_in_words(settings)] if settings.criteria else []
     shares_gradient = level == "sequence" and bool(settings.acting_on_parts)
-    is_short = len(sentences) == 1 and not shares_gradient
+    is_short = len(parts) == 1 and not shares_gradient
     mode = [_CLIPPING[settings.mode]] if settings.bypass_mode or is_short else []
     mode += [_GSPO] if shares_gradient else []
-    sentences += ["; ".join(mode)] if mode else []
-    sentences = sentences or ["no correction"]
-    with_changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
-    name = settings.rollout_correction and f"{settings.rollout_correction}{with_changes}"
-    measured = (
-        "measured only" if settings.rollout_metrics_only else "TRL's loss, unchanged" if settings.by_trl else None
-    )
-    head = f"{name} ({measured})" if name and measured else name or measured
-    first, *rest = sentences
-    first = f"{head}: {first}" if head else first
-    return "".join(f"{sentence}." for sentence in [first, *(f" {capitalized(sentence)}" for sentence in rest)])
+    first, *rest = [*parts, *(["; ".join(mode)] if mode else [])] or ["no correction"]
+    head = _head(settings)
+    sentences = [f"{head}: {first}" if head else first, *map(capitalized, rest)]
+    return " ".join(f"{sentence}." for sentence in sentences)
+
+
+def _head(settings: Settings) -> str:
+    """Name of the preset, and in brackets if the loss is not its own; empty without both."""
+    changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
+    name = f"{settings.rollout_correction}{changes}" if settings.rollout_correction else ""
+    loss = "measured only" if settings.rollout_metrics_only else "TRL's loss, unchanged" if settings.by_trl else ""
+    return f"{name} ({loss})" if name and loss else name or loss
 
 
 def _weights_in_words(settings: Settings) -> str:

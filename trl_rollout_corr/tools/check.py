@@ -125,22 +125,8 @@ def _check_settings(
         raise SelfContainedError(problem)
     guessed = "" if trainer else " (name another one with --trainer)"
     trainer = trainer or max(_TRAINERS, key=lambda name: len(settings.keys() & _fields(_config_class(name))))
-    config_class = _config_class(trainer)
-    known = _fields(config_class) | _fields_of_scripts()
-    mistakes: list[str] = []
-    remarks: list[str] = []
-    others = {other: _config_class(other) for other in _TRAINERS if other != trainer}
-    for name in [name for name in settings if name not in known]:
-        if knowing := {other: cls.__name__ for other, cls in others.items() if name in _fields(cls)}:
-            mistakes.append(
-                f"`{name}` is a field of {' and '.join(knowing.values())}, and {config_class.__name__} refuses it. "
-                f"Remove it, or train with {' or '.join(knowing)}."
-            )
-        elif name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
-            mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
-        else:
-            remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
-    config, refused, warned = _build(config_class, settings)
+    mistakes, remarks = _unknown_names(settings, trainer)
+    config, refused, warned = _build(_config_class(trainer), settings)
     mistakes += refused
     remarks += [*warned, *_repeated_defaults(config, settings), *_unknown_loss(config)]
     correction = "" if config is None else config.description
@@ -159,6 +145,26 @@ def _check_settings(
     without = " without these mistakes" if mistakes else ""
     lines += [f"Correction{without}: {correction}"] if correction else []
     return "\n".join(lines) + "\n", not mistakes
+
+
+def _unknown_names(settings: Mapping[str, Any], trainer: str) -> tuple[list[str], list[str]]:
+    """Sentences about names that no field has: mistakes, and remarks on those that a script may know."""
+    config_class = _config_class(trainer)
+    known = _fields(config_class) | _fields_of_scripts()
+    others = {other: _config_class(other) for other in _TRAINERS if other != trainer}
+    mistakes: list[str] = []
+    remarks: list[str] = []
+    for name in [name for name in settings if name not in known]:
+        if knowing := {other: cls.__name__ for other, cls in others.items() if name in _fields(cls)}:
+            mistakes.append(
+                f"`{name}` is a field of {' and '.join(knowing.values())}, and {config_class.__name__} refuses it. "
+                f"Remove it, or train with {' or '.join(knowing)}."
+            )
+        elif name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
+            mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
+        else:
+            remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
+    return mistakes, remarks
 
 
 def _read(path: str) -> tuple[dict[str, Any], list[str], dict[str, int]]:
@@ -308,17 +314,9 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
         try:
             config, told = _parse(config_class, given)
         except (ArithmeticError, ValueError, TypeError, ImportError, OSError) as error:
-            words = [error.field] if isinstance(error, SettingError) else []
-            words += re.findall(r"\w+", str(error))
-            divides = isinstance(error, ZeroDivisionError)
-            zeros = [name for name, x in given.items() if divides and x == 0 and x is not False and name not in here]
-            if zeros:  # the error names no field
-                words += zeros
-                errors.append(
-                    f"TRL divides by one of these settings, which are 0: {', '.join(f'`{x}`' for x in zeros)}."
-                )
-            elif gone.isdisjoint(words):  # otherwise an omitted setting may cause it
-                errors.append(" ".join(str(error).split()))
+            message, words = _about(error, {name: x for name, x in given.items() if name not in here})
+            if gone.isdisjoint(words):  # otherwise an omitted setting may cause it
+                errors.append(message)
             about = next((word for word in words if word in given and word not in here), None)
             if about is None:
                 return None, errors, []
@@ -328,6 +326,17 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
             given = {name: value for name, value in given.items() if name not in parts}
         else:
             return (None, errors, []) if errors else (config, [], told)
+
+
+def _about(error: Exception, given: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The message of an error in one line, and the words in it that may be the names of the settings it is about."""
+    if isinstance(error, ZeroDivisionError):  # which names none
+        zeros = [name for name, x in given.items() if x == 0 and x is not False]
+        if zeros:
+            listed = ", ".join(f"`{name}`" for name in zeros)
+            return f"TRL divides by one of these settings, which are 0: {listed}.", zeros
+    of_field = [error.field] if isinstance(error, SettingError) else []
+    return " ".join(str(error).split()), [*of_field, *re.findall(r"\w+", str(error))]
 
 
 def _parse(config_class: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -11,7 +11,7 @@ fused tensor, and each expert, must then have the values that were sent.
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,51 +124,60 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
     of 8 or 4 bits, and `unreadable` the weights held in another form. All consist of lists and numbers, because a
     server must send them.
     """
-    forms_of: dict[str, list[torch.Tensor]] = {}
-    fused = getattr(model, "packed_modules_mapping", None) or {}
-    of_memory: dict[Any, list[torch.Tensor]] = {}  # tied layers share the memory of their weights
-    unreadable, quantised = set(), []
-    some: dict[str, torch.Tensor] = {}
-    for prefix, layer in model.named_modules():
-        for parameter, x in layer.named_parameters(recurse=False):
-            name = f"{prefix}.{parameter}".replace(".base_layer.", ".")
-            packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
-            # in a group each rank holds other columns
-            columns = packed_columns(layer) if x.dtype in READABLE and packed and group is None else None
-            rows = columns.T if columns is not None else None if packed else x
-            if group is None and rows is not None and rows.dtype in READABLE and rows.numel():
-                some |= _columns_held(layer, name, fused.get(name.split(".")[-2:][0], []), rows)
-            if parts := _parts(layer, fused.get(name.split(".")[-2:][0], []), rows):
-                forms_of |= {f"{name}[{part}]": [fingerprint(own)] for part, own in parts.items()}
-                continue
-            forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
-            if x.dtype in QUANTISED:
-                quantised.append(name)
-            if x.dtype in _AS_BITS and x.numel() and not forms:
-                forms.append(fingerprint(x))
-            if columns is not None:
-                forms.append(fingerprint(columns))
-            forms_of[name] = forms
-            if not forms:
-                unreadable.add(name)
-    held = _numbers({name: forms for name, forms in forms_of.items() if forms}, group)
+    read = _read_tensors(model, alone=group is None)
+    held = _numbers({name: forms for name, forms in read.forms_of.items() if forms}, group)
     in_vllm = {name: _name_in_vllm(model, name) for name in names}
     parts_of: dict[str, list[str]] = {}
     for tensor in held:
         whole, bracket, _ = tensor.partition("[")
         if bracket:
             parts_of.setdefault(whole, []).append(tensor)
-    places = {
-        name: place for name, known in in_vllm.items() if (place := _place(known, name, held, parts_of, unreadable))
-    }
-    missing = [name for name, known in in_vllm.items() if known is not None and name not in places]
+    without_form = {name for name, forms in read.forms_of.items() if not forms}
+    found = {name: _place(known, name, held, parts_of, without_form) for name, known in in_vllm.items()}
+    places = {name: place for name, place in found.items() if place}
     return {
         "held": held,
         "places": places,
-        "values": _values(in_vllm, some),
-        "quantised": quantised,
-        "unreadable": missing,
+        "values": _values(in_vllm, read.columns),
+        "quantised": read.quantised,
+        "unreadable": [name for name, known in in_vllm.items() if known is not None and name not in places],
     }
+
+
+class _Tensors(NamedTuple):
+    """What the tensors of a model show, by their name, or that of a fused part such as `qkv_proj.weight[k_proj]`."""
+
+    forms_of: dict[str, list[torch.Tensor]]  # fingerprints, of which a tensor in another form has none
+    columns: dict[str, torch.Tensor]  # the few that are compared
+    quantised: list[str]
+
+
+def _read_tensors(model: Any, *, alone: bool) -> _Tensors:
+    """Read the tensors of a model. Only a rank that is `alone` has all of their columns."""
+    found = _Tensors({}, {}, [])
+    fused = getattr(model, "packed_modules_mapping", None) or {}
+    of_memory: dict[Any, list[torch.Tensor]] = {}  # tied layers share the memory of their weights
+    for prefix, layer in model.named_modules():
+        for parameter, x in layer.named_parameters(recurse=False):
+            name = f"{prefix}.{parameter}".replace(".base_layer.", ".")
+            fused_names = fused.get(name.split(".")[-2:][0], [])
+            packed = parameter == "weight" and x.dim() < 3 and hasattr(layer, "cpu_linear")
+            columns = packed_columns(layer) if x.dtype in READABLE and packed and alone else None
+            rows = columns.T if columns is not None else None if packed else x
+            if alone and rows is not None and rows.dtype in READABLE and rows.numel():
+                found.columns.update(_columns_held(layer, name, fused_names, rows))
+            if parts := _parts(layer, fused_names, rows):
+                found.forms_of.update({f"{name}[{part}]": [fingerprint(own)] for part, own in parts.items()})
+                continue
+            forms = of_memory.setdefault((x.data_ptr(), x.shape) if x.numel() else name, [])
+            if x.dtype in QUANTISED:
+                found.quantised.append(name)
+            if x.dtype in _AS_BITS and x.numel() and not forms:
+                forms.append(fingerprint(x))
+            if columns is not None:
+                forms.append(fingerprint(columns))
+            found.forms_of[name] = forms
+    return found
 
 
 def _columns_held(layer: Any, name: str, names: list[str], rows: torch.Tensor) -> dict[str, torch.Tensor]:

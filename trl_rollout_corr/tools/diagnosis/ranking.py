@@ -158,6 +158,31 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
         raise ValueError(
             f"{len(o)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"
         )
+    findings = _all_findings(o, without)
+    verdict = "found" if findings else _without_cause(o)
+    floor = None if o.coarser else noise_floor(o)
+    return Diagnosis(
+        verdict=verdict,
+        findings=findings,
+        size=o.size,
+        k3=o.k3,
+        floor=floor**-0.5 if floor else None,
+        n_tokens=len(o),
+        n_sequences=int((o.lengths > 0).sum()),
+        settings=o.settings,
+        fields=o.fields,
+        coarser=o.coarser,
+        quiet=o.log.quiet,
+        where=() if verdict == "nothing" else tuple(where(o)),
+        surprise=o.surprise,
+        harmed=o.log.harmed,
+        about=o.about,
+        fresh=bool(o.is_fresh.all()),
+    )
+
+
+def _all_findings(o: DumpedTokens, without: Collection[str]) -> list[Finding]:
+    """Findings in the order in which they are told: by what they explain, and normal causes last."""
     if with_equal_weights(o) < NONE:
         without = {*without, "head", "rounding"}  # measured at the first push
     findings, ended = _look(o, STAGES, without)
@@ -173,30 +198,7 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     faults = [finding for finding in findings if not finding.cause.normal]
     normal = [finding for finding in findings if finding.cause.normal]
     faults = [x for finding in faults for x in (finding, *_within(o, finding, without))]
-    findings = faults + _other(o) + normal  # a fault also causes the effects of a large gap
-    verdict = "found" if findings else _without_cause(o)
-    floor = None if o.coarser else noise_floor(o)
-    multiple = floor**-0.5 if floor else None
-    n = int((o.lengths > 0).sum())
-    parts = () if verdict == "nothing" else tuple(where(o))
-    return Diagnosis(
-        verdict=verdict,
-        findings=findings,
-        size=o.size,
-        k3=o.k3,
-        floor=multiple,
-        n_tokens=len(o),
-        n_sequences=n,
-        settings=o.settings,
-        fields=o.fields,
-        coarser=o.coarser,
-        quiet=o.log.quiet,
-        where=parts,
-        surprise=o.surprise,
-        harmed=o.log.harmed,
-        about=o.about,
-        fresh=bool(o.is_fresh.all()),
-    )
+    return faults + _other(o) + normal  # a fault also causes the effects of a large gap
 
 
 def _matters(o: DumpedTokens) -> bool:

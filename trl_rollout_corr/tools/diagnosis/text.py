@@ -10,6 +10,7 @@ from ...messages import capitalized, uncapitalized
 from ..decision import as_document, in_words
 from ..formats import number, percent, yaml_lines
 from ..run_facts import done_about_gap
+from .causes import Cause
 from .evidence import FLOOR, LARGE
 from .other_causes import OTHER_CAUSES
 from .ranking import WITHOUT_RATIO, Diagnosis, Finding
@@ -115,28 +116,35 @@ def explains(finding: Finding) -> str:
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
     """What removes a cause in its run: sentences, and the settings to paste, without the ones in effect."""
-    cause, run = finding.cause, diagnosis.fields
-    if cause.on_quantised and diagnosis.about.get("trainer_quantization", "none") != "none":
+    cause, run, about = finding.cause, diagnosis.fields, diagnosis.about
+    if cause.on_quantised and about.get("trainer_quantization", "none") != "none":
         return cause.on_quantised, {}
-    if (base := diagnosis.about.get("base_dtype")) and "model_init_kwargs" in run:  # TRL's default may be float32
+    if (base := about.get("base_dtype")) and "model_init_kwargs" in run:  # TRL's default may be float32
         of_model: Any = run["model_init_kwargs"] or {}
         run = {**run, "model_init_kwargs": {**of_model, "dtype": base}}
-    missing = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
-    refused, reasons = _refused(missing, run, diagnosis.about)
-    missing = {name: value for name, value in missing.items() if name not in refused}
-    if refused and not missing and cause.if_impossible:
+    lacking = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
+    refused, reasons = _refused(lacking, run, about)
+    accepted = {name: value for name, value in lacking.items() if name not in refused}
+    if refused and not accepted and cause.if_impossible:
         return " ".join([*reasons, cause.if_impossible]), {}
-    missing, elsewhere = _possible(missing, run, diagnosis.about)
-    elsewhere = [*reasons, *elsewhere]
-    missing = {name: _beside(value, run.get(name)) for name, value in missing.items()}
-    names_it = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(elsewhere) for name in cause.settings)
-    text = " ".join([*elsewhere, cause.otherwise] if names_it else [cause.remedy, *elsewhere])
-    if cause.otherwise and not missing and not elsewhere:
-        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
-        text = f"The run uses this already: {done}. {cause.otherwise}"
+    possible, others = _possible(accepted, run, about)
+    to_paste = {name: _beside(value, run.get(name)) for name, value in possible.items()}
+    text = _remedy(cause, [*reasons, *others], has_all=not to_paste)
     if diagnosis.expected and not cause.normal:
-        return f"Nothing has to be done. To make the gap smaller: {uncapitalized(text)}", missing
-    return text, missing
+        text = f"Nothing has to be done. To make the gap smaller: {uncapitalized(text)}"
+    return text, to_paste
+
+
+def _remedy(cause: Cause, reasons: list[str], *, has_all: bool) -> str:
+    """
+    The remedy of a cause, with the reasons why some of its settings are impossible in a run. A run that `has_all`
+    others gets the other remedy.
+    """
+    if cause.otherwise and has_all and not reasons:
+        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
+        return f"The run uses this already: {done}. {cause.otherwise}"
+    refuted = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(reasons) for name in cause.settings)
+    return " ".join([*reasons, cause.otherwise] if refuted else [cause.remedy, *reasons])
 
 
 def _beside(value: object, run: object) -> object:

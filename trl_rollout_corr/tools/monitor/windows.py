@@ -78,18 +78,19 @@ class Course:
         self._age_known &= window.get("staleness_max") is not None
         if k3 is not None and window.step in self.EARLY:
             self._early.append(k3)
-        if (cut := window.cut) is not None and len(self._cut) < self.BEGINNING:
-            self._cut.append(cut)
-        if (weight := window.get("rollout_is_mean")) is not None and len(self._weights) < self.BEGINNING:
-            self._weights.append(weight)
-        if (fresh := window.get("fresh_k3_kl")) is not None and len(self._scored_again) < self.BEGINNING:
-            self._scored_again.append(fresh)
+        self._keep_first(self._cut, window.cut)
+        self._keep_first(self._weights, window.get("rollout_is_mean"))
+        self._keep_first(self._scored_again, window.get("fresh_k3_kl"))
         if (beyond := window.beyond_entropy) is not None:
             self._surprise.append(beyond)
         if (rewarded := window.get("kl_advantage_positive")) is not None:
             self._rewarded.append(rewarded)
             if (punished := window.get("kl_advantage_negative")) is not None:
                 self._by_sign.append(punished - rewarded)
+
+    def _keep_first(self, kept: list[float], value: float | None) -> None:
+        if value is not None and len(kept) < self.BEGINNING:
+            kept.append(value)
 
     @property
     def oldest(self) -> float:

@@ -202,7 +202,6 @@ def few_texts(table: LostTable) -> list[LostText]:
 
 
 def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None, completions: int) -> str:
-    positive = table.sign == "positive"
     of_all, occurs = sum(row.share for row in rows), sum(row.occurs for row in rows)
     times = [row.times for row in rows]
     train, rollout = (
@@ -211,36 +210,37 @@ def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None
     )
     names = [f"`{in_line(row.example.text)}`" for row in rows]
     texts = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    parts = [
+    return (
         f"{percent(round(of_all, 2))} of the {table.rejected:,} rejected tokens with a {table.sign} advantage are "
         f"{texts}, but only {percent(round(occurs, 3))} of all tokens with such an advantage ({completions:,} "
-        "completions)."
-    ]
+        f"completions). {_how_they_moved(table, settings, rollout, train)}"
+    )
+
+
+def _how_they_moved(table: LostTable, settings: Settings | None, rollout: float, train: float) -> str:
+    """Sentences on the mean probability of rejected tokens in sampler and trainer, and what to do about it."""
+    positive = table.sign == "positive"
     moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
-    if (train > rollout) == positive and table.fresh:
-        parts.append(
-            f"Their mean probability is {number(rollout, 2)} under the sampler and {number(train, 2)} under the "
-            "trainer, although both had the same weights, so that no push changes it: the two compute these tokens "
-            "differently, and the correction does not push them further. Look for the cause with `trl-rollout-corr "
-            "diagnose` before you change a bound."
-        )
-    elif (train > rollout) == positive:
-        parts.append(
-            f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
-            "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows "
-            "learning."
-        )
-        learn = "belong to a format that must be learned" if positive else "must be unlearned faster"
-        remedy = f"{_wider(settings, positive)}push the model weights to the sampler more often"
-        parts.append(f"If they {learn}, {remedy}.")
-    else:
-        parts.append(
+    if (train > rollout) != positive:
+        return (
             f"Their mean probability went {moved}, against the advantage: the trainer finds them "
             f"{'less' if positive else 'more'} likely than the sampler did, although their completions were "
             f"{'better' if positive else 'worse'} than average. Look for the cause with `trl-rollout-corr diagnose` "
             "before you change a bound."
         )
-    return " ".join(parts)
+    if table.fresh:
+        return (
+            f"Their mean probability is {number(rollout, 2)} under the sampler and {number(train, 2)} under the "
+            "trainer, although both had the same weights, so that no push changes it: the two compute these tokens "
+            "differently, and the correction does not push them further. Look for the cause with `trl-rollout-corr "
+            "diagnose` before you change a bound."
+        )
+    learn = "belong to a format that must be learned" if positive else "must be unlearned faster"
+    return (
+        f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
+        "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows "
+        f"learning. If they {learn}, {_wider(settings, positive)}push the model weights to the sampler more often."
+    )
 
 
 def _wider(settings: Settings | None, positive: bool) -> str:
