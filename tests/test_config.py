@@ -912,8 +912,11 @@ def test_what_can_hardly_be_meant_is_warned_about_once(name):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("fields", [{"rollout_correction": name} for name in PRESETS])
-def test_no_preset_is_warned_about(fields):
+OF_ONE_SIDE = {"rollout_correction": "decoupled_geo_rs", "rollout_rs_threshold": [[0.0, 1.01]]}
+
+
+@pytest.mark.parametrize("fields", [*({"rollout_correction": name} for name in PRESETS), OF_ONE_SIDE])
+def test_no_preset_and_no_missing_bound_is_warned_about(fields):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RolloutCorrectionConfig(**fields)
@@ -1010,6 +1013,8 @@ def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
         ),
         ({"max_completion_length": 16384}, None),
         ({"rollout_correction": "trl", "max_completion_length": 256}, None),
+        # rejects 30 percent with the smaller gap of healthy runs, and 55 with the larger one
+        ({"rollout_correction": "decoupled_seq_is_rs", "max_completion_length": 256}, None),
         ({TRL + "mode": "token_truncate", "max_completion_length": 16384}, None),
         ({TRL + "correction": False, "max_completion_length": 16384}, None),
         ({"rollout_correction": "decoupled_token_is", "max_completion_length": 16384}, None),

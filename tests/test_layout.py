@@ -27,6 +27,7 @@ CORE = {
         "names",
         "fields",
         "resolve",
+        "words",
         "effects",
         "unlikely",
         "config",

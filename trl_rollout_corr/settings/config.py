@@ -13,8 +13,9 @@ from .fields import LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLev
 from .names import instead_of
 from .of_trl import fields_of, given_to_trl
 from .presets import DEFAULT, UNSET, settings_of
-from .resolve import Settings, parse_fields, resolve, settings_in_words
+from .resolve import Settings, parse_fields, resolve
 from .unlikely import warn_about_bounds
+from .words import settings_in_words
 
 
 # On a command line: several values, and a flag that is true if only named

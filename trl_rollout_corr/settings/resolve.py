@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, get_type_hints
 
-from ..messages import SettingError, capitalized
+from ..messages import SettingError
 from .criteria import DIRECTED, LEVELS, SCOPES, Bounding, Criterion
 from .fields import (
     LOSS_TYPES,
@@ -223,110 +223,3 @@ def _criterion(name: str, bounds: Any) -> Criterion:
         return Criterion(scope, divergence, -math.inf, bounds)
     lower, upper = bounds
     return Criterion(scope, divergence, -math.log(upper), math.inf if lower == 0 else -math.log(lower))
-
-
-# In words ------------------------------------------------------------------------------------------------------------
-
-_UNITS = {"token": "token", "turn": "turn", "seq": "completion"}
-_RATIOS = {
-    "": "their ratio",
-    "sum": "the product of their ratios",
-    "mean": "their mean ratio",
-    "max": "one of their ratios",
-}
-_CLIPPING = {
-    "decoupled": "PPO clips around the trainer's old policy",
-    "ppo_clip": "PPO clips around the sampler",
-    "reinforce": "the loss is REINFORCE, without clipping",
-}
-
-# TRL's ratio of completions gives the tokens of a completion one gradient
-_GSPO = "with GSPO, a completion gets the mean of its tokens' factors, where a rejected token counts 0"
-
-
-def settings_in_words(settings: Settings, *, level: str | None = None) -> str:
-    """
-    At most three sentences about settings: the preset and its weights, rejected tokens, and the mode. With weights and
-    rejection, none says that PPO clips as in TRL. `level` is TRL's `importance_sampling_level`.
-    """
-    parts = [_weights_in_words(settings)] if settings.bounding is not None else []
-    parts += [_rejection_in_words(settings)] if settings.criteria else []
-    shares_gradient = level == "sequence" and bool(settings.acting_on_parts)
-    is_short = len(parts) == 1 and not shares_gradient
-    mode = [_CLIPPING[settings.mode]] if settings.bypass_mode or is_short else []
-    mode += [_GSPO] if shares_gradient else []
-    first, *rest = [*parts, *(["; ".join(mode)] if mode else [])] or ["no correction"]
-    head = _head(settings)
-    sentences = [f"{head}: {first}" if head else first, *map(capitalized, rest)]
-    return " ".join(f"{sentence}." for sentence in sentences)
-
-
-def _head(settings: Settings) -> str:
-    """Name of the preset, and in brackets if the loss is not its own; empty without both."""
-    changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
-    name = f"{settings.rollout_correction}{changes}" if settings.rollout_correction else ""
-    loss = "measured only" if settings.rollout_metrics_only else "TRL's loss, unchanged" if settings.by_trl else ""
-    return f"{name} ({loss})" if name and loss else name or loss
-
-
-def _weights_in_words(settings: Settings) -> str:
-    bounding = settings.bounding
-    bounds: Any = settings.rollout_is_threshold
-    assert bounding is not None
-    unit = _UNITS[bounding.unit]
-    where = " while vLLM is behind" if bounding.stale_only else ""
-    if is_by_sign(bounds):
-        negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
-        of = " (mean ratio)" if settings.rollout_is == "geometric" else ""
-        signs = f"{negative} for negative advantages and {positive} for positive ones"
-        weights = f"{unit} importance weights{of}{where}, {signs}"
-        return weights if settings.applies_weights else f"{weights}, only reported"
-    ratio = f"{'mean ' if settings.rollout_is == 'geometric' else ''}ratio (trainer to sampler)"
-    weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}{where}"
-    return weights if settings.applies_weights else f"{weights}, which is only reported"
-
-
-def _span_in_words(pair: list[float], *, clamps: bool) -> str:
-    lower, upper = pair
-    if not clamps:
-        return f"0 outside {_interval(pair)}"
-    if lower == upper:
-        return f"exactly {lower:g}"
-    return f"within {_interval(pair)}" if lower > 0 else f"at most {upper:g}"
-
-
-def _bounds_in_words(bounds: float | list[float], *, clamps: bool) -> str:
-    lower, upper = bounds if isinstance(bounds, list) else (0.0, bounds)
-    if isinstance(bounds, list) and not clamps:
-        return f", or by 0 outside {_interval(bounds)}"
-    if lower > 0:
-        return f", kept within {_interval([lower, upper])}"
-    return "" if math.isinf(upper) else f", at most {upper:g}"
-
-
-def _rejection_in_words(settings: Settings) -> str:
-    reasons: dict[str, list[str]] = {}  # by unit
-    for criterion, bounds in zip(settings.criteria, settings.rollout_rs_threshold, strict=True):
-        reason = f"{_fact_in_words(criterion, bounds)} ({criterion.name})"
-        reasons.setdefault(_UNITS[criterion.unit], []).append(f"if {reason}")
-    (unit, first), *others = reasons.items()
-    more = [f"{other}s {', or '.join(ifs)}" for other, ifs in others]
-    return ", and ".join([f"{unit}s are rejected {', or '.join(first)}", *more])
-
-
-def _fact_in_words(criterion: Criterion, bounds: Any) -> str:
-    if criterion.directed:
-        size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
-        measure = "" if criterion.divergence == "tv" else "a KL divergence of "
-        return f"they left a trust region of {measure}{size}"
-    statistic = criterion.scope.partition("_")[2]
-    if criterion.divergence == "k1":
-        lower, upper = bounds
-        side = f"below {lower:g}" if math.isinf(upper) else f"above {upper:g}" if lower == 0 else ""
-        return f"{_RATIOS[statistic]} is {side or f'outside {_interval(bounds)}'}"
-    number = f"{statistic} {criterion.divergence}".strip()
-    return f"their {number} is above {bounds:g}"
-
-
-def _interval(bounds: list[float]) -> str:
-    return f"[{bounds[0]:g}, {bounds[1]:g}]"

@@ -17,7 +17,7 @@ step of training goes like this:
 
 1. TRL calls `_generate_and_score_completions`: [`Scoring`] begins.
 2. Within it, TRL calls `_generate`: [`Generation`] begins, gets the log-probabilities and the prompts of the sampler,
-   and ends. [`Scoring.generated`] takes it.
+   and ends. [`Scoring.take_generation`] takes it.
 3. TRL runs the old policy ([`OldPass`]), and with `beta` the reference. Where nothing needs its result, [`OldPass`]
    answers without a forward pass.
 4. TRL calls `_calculate_rewards`. A plain [`ForwardPass`] covers reward functions. Afterwards [`Scoring.take_rewards`]
@@ -85,7 +85,7 @@ class ForwardPass:
         """
         return {}
 
-    def generated(self, generation: "Generation") -> None:
+    def take_generation(self, generation: "Generation") -> None:
         """Take what the sampler generated, if this pass scores it."""
 
     def count(self, sums: Sums) -> None:
@@ -205,7 +205,7 @@ class Scoring(ForwardPass):
     def columns(self, generated: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
         return generated()
 
-    def generated(self, generation: Generation) -> None:
+    def take_generation(self, generation: Generation) -> None:
         self.generation = generation  # a subclass may generate several times, and use the last result
         if self.old_pass is not None:
             self.old_pass.calls = 0

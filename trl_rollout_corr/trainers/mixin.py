@@ -237,7 +237,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
         with self._during(Generation()) as generation:
             generated = super()._generate(prompts, *args, **kwargs)
         generated = self._read_generated(generated, generation)
-        self._pass.generated(generation)
+        self._pass.take_generation(generation)
         return generated
 
     def _record_logprobs(self, logprobs: list[list[float | None]], prompts: list[list[int]]) -> None:

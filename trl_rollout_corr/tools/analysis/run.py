@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from ...messages import SelfContainedError, warn
-from ...settings.resolve import Settings, settings_in_words
+from ...settings.resolve import Settings
+from ...settings.words import settings_in_words
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
 from ..dump.in_effect import complaints_about, settings_of_run

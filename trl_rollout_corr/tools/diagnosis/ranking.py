@@ -236,7 +236,8 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
     """Findings of the stages, and whether one of them ended the search."""
     findings: list[Finding] = []
     for stage in stages:
-        here = _findings(o, stage, without) if _matters(o) or not stage.floor else []
+        tests = [(name, test) for name, test in stage.tests if name not in without]
+        here = _findings(o, tests) if _matters(o) or not stage.floor else []
         if here and not stage.several:
             first, *others = sorted(here, key=lambda finding: -finding.certainty * finding.share)
             rival = max((x.certainty * x.share for x in others), default=0.0)
@@ -250,15 +251,12 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
 
 def _other(o: DumpedTokens) -> list[Finding]:
     """Findings about what the run does with its gap or its weights, whatever causes the gap."""
-    found = _found(o, [(name, cause.test) for name, cause in OTHER_CAUSES.items()])
+    found = _findings(o, [(name, cause.test) for name, cause in OTHER_CAUSES.items()])
     return [finding._replace(certainty=min(finding.certainty, finding.evidence.most)) for finding in found]
 
 
-def _findings(o: DumpedTokens, stage: Stage, without: Collection[str]) -> list[Finding]:
-    return _found(o, [(name, test) for name, test in stage.tests if name not in without])
-
-
-def _found(o: DumpedTokens, named: Iterable[tuple[str, Test]]) -> list[Finding]:
+def _findings(o: DumpedTokens, named: Iterable[tuple[str, Test]]) -> list[Finding]:
+    """Findings of tests by the name of their cause."""
     tests = ((name, test, test.look(o)) for name, test in named)
     return [
         # 0.5 for a weak statistic, 0.99 for a strong one

@@ -28,25 +28,21 @@ from .token_tables import Lost, concentration, find_lost, find_worst
 
 def compose(runs: Sequence[Facts]) -> Page:
     """Compose the page of one run, or of two against each other."""
-    one = runs[0] if len(runs) == 1 else None
-    sequences = one.run.dump.sequences if one and one.run.dump else None
-    of_log = [overview(runs), *((more_trends(one), rejected(one)) if one else ())]
-    lost = find_lost(sequences, one.run.settings) if one and sequences else None
-    of_tokens = (
-        [
-            *_tokens(sequences, lost, one and one.run.settings),
-            Section("worst", "The worst tokens", worst=find_worst(sequences)),
-        ]
-        if sequences and lost
-        else []
-    )
-    of_settings = _settings(one) if one else _differences(runs)
-    sections = [_diagnosis(one), of_log[0], _alarms(runs), of_settings, *of_log[1:], *of_tokens]
-    return Page(
-        f"Rollout report: {' against '.join(facts.name for facts in runs)}",
-        [_banner(facts)._replace(spot=concentration(lost, facts.run.settings) if lost else "") for facts in runs],
-        [section for section in sections if section is not None],
-    )
+    title = f"Rollout report: {' against '.join(facts.name for facts in runs)}"
+    banners = [_banner(facts) for facts in runs]
+    sections: list[Section | None] = [overview(runs), _alarms(runs)]
+    if len(runs) > 1:
+        sections.append(_differences(runs))
+    else:
+        (one,) = runs
+        settings = one.run.settings
+        sections = [_diagnosis(one), *sections, _settings(one), more_trends(one), rejected(one)]
+        if one.run.dump and (sequences := one.run.dump.sequences):
+            lost = find_lost(sequences, settings)
+            banners = [banner._replace(spot=concentration(lost, settings)) for banner in banners]
+            sections += _tokens(sequences, lost, settings)
+            sections.append(Section("worst", "The worst tokens", worst=find_worst(sequences)))
+    return Page(title, banners, [section for section in sections if section is not None])
 
 
 # Of one run or two ---------------------------------------------------------------------------------------------------
@@ -121,12 +117,11 @@ def _own(run: Run) -> dict[str, Any]:
 # Of one run ----------------------------------------------------------------------------------------------------------
 
 
-def _diagnosis(facts: Facts | None) -> Section | None:
-    if facts is not None and facts.course is not None:
+def _diagnosis(facts: Facts) -> Section | None:
+    if facts.course is not None:
         return _suspected(facts.course)
-    if facts is None or facts.diagnosis is None:
+    if (diagnosis := facts.diagnosis) is None:
         return None
-    diagnosis = facts.diagnosis
     level = "healthy" if diagnosis.healthy else "warning"
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), level)]
     for finding in diagnosis.findings:

@@ -11,7 +11,7 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.effects import effects
 from ...settings.of_trl import DEFAULTS_OF_TRL, given_to_trl
 from ...settings.presets import DEFAULT, VERL_PRESETS
-from ...settings.resolve import FIELDS, Settings, resolve
+from ...settings.resolve import FIELDS, Settings, parse_fields, resolve
 from ..decision import decide, in_words
 from .setting_files import read_file, read_yaml
 from .trl import TRL_KEYS, from_trl
@@ -77,7 +77,7 @@ def tell_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any], trainer: 
     own = {key: value for key, value in of_trl.items() if key in TRL_KEYS}
     default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
     # TRL's other losses have no weights
-    settings = resolve(config._parsed, default, lambda: from_trl(own) if trainer == "grpo" else {})
+    settings = resolve(parse_fields(vars(config)), default, lambda: from_trl(own) if trainer == "grpo" else {})
     written = {**of_trl, **fields}
     for effect in effects(settings, written):
         decision = decide(settings, {**DEFAULTS_OF_TRL, "use_vllm": True, **written}, is_harmed=True)
