@@ -163,8 +163,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
             # all tokens of a completion share one gradient, so the mean coefficient acts. TRL counts clipped
             # completions from (B, 1)
-            mask = self._loss_mask(inputs)
-            coefficients = (coefficients * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+            lengths = self._loss_mask(inputs).sum(1, keepdim=True)
+            coefficients = coefficients.sum(1, keepdim=True) / lengths.clamp(min=1)  # which are 0 outside the mask
         inputs["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * coefficients
         inputs[OLD_LOGPS] = anchor
         return logps
