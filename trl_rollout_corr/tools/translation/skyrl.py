@@ -34,6 +34,9 @@ _DEFAULTS: dict[str, Any] = {
     "token_mask_eps_low": None,  # from a fork: distances from 1
     "token_mask_eps_high": None,
 }
+_SIDES = ("low", "high")
+# Keys of bounds on the ratio of a token, and of distances from 1
+_OF_TOKENS = ("token_mask_is_threshold", "token_mask_eps")
 _METRICS = {"geometric": ("geo_mask", "seq_mean_k1"), "product": ("product_mask", "seq_sum_k1")}
 _DPPO = {"binary_tv": ("bypass_dppo_tv", "token_tv"), "binary_kl": ("bypass_dppo_kl", "token_kl")}
 # Settings of the algorithm that decide about the correction
@@ -142,37 +145,51 @@ def _weights(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
     """Bounds on the ratio by criterion, in SkyRL's order."""
-    criteria: dict[str, list[float]] = {}
-    outliers = [section.get(f"outlier_token_is_threshold_{side}") for side in ("low", "high")]
-    if outliers != [None, None]:
-        criteria["seq_max_k1"] = _bounds(outliers, "outlier_token_is_threshold")
-    tokens = [section.get(f"token_mask_is_threshold_{side}") for side in ("low", "high")]
-    distances = [section.get(f"token_mask_eps_{side}") for side in ("low", "high")]
-    for name, pair in (("token_mask_is_threshold", tokens), ("token_mask_eps", distances)):
-        if pair.count(None) == 1:
-            given, missing = ("low", "high") if pair[1] is None else ("high", "low")
-            warn_idle(f"{name}_{given}", section[f"{name}_{given}"], f"`{name}_{missing}` is not set")
-    if None not in tokens:
-        criteria["token_k1"] = _bounds(tokens, "token_mask_is_threshold")
-    elif None not in distances:
-        low, high = (parse_number(x, "token_mask_eps") for x in distances)
-        criteria["token_k1"] = [max(1 - low, 0.0), 1 + high]
-        _warn_about_forks(low, high)
-    metric = section.get("sequence_mask_metric")
-    if metric is not None and metric not in [*_METRICS]:
-        raise SettingError("sequence_mask_metric", metric, allowed=f"{', '.join(_METRICS)} or null")
-    for name, (key, criterion) in _METRICS.items():
-        for side in ("low", "high"):
-            _warn_if_idle(section, f"{key}_{side}", f"`sequence_mask_metric` is {metric!r}", idle=metric != name)
-        if metric == name:
-            pair = [section.get(f"{key}_{side}", _DEFAULTS[f"{key}_{side}"]) for side in ("low", "high")]
-            criteria[criterion] = _bounds(pair, key)
-    if "token_k1" in criteria and (metric or section.get("tis_ratio_type") == "sequence"):
+    criteria = _of_outliers(section) | _of_tokens(section) | _of_completions(section)
+    one_ratio = section.get("sequence_mask_metric") or section.get("tis_ratio_type") == "sequence"
+    if "token_k1" in criteria and one_ratio:
         warn(
             "In SkyRL, tokens that `token_mask_*` drops do not count in the ratio of their completion. Here they do, "
             "so that a few more completions may be rejected or get another weight.",
             "token_mask_is_threshold_low",
         )
+    return criteria
+
+
+def _of_outliers(section: Mapping[str, Any]) -> dict[str, list[float]]:
+    name = "outlier_token_is_threshold"
+    pair = [section.get(f"{name}_{side}") for side in _SIDES]
+    return {} if pair == [None, None] else {"seq_max_k1": _bounds(pair, name)}
+
+
+def _of_tokens(section: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Bounds on the ratio of a token, or distances of the ratio from 1; one bound alone has no effect."""
+    bounds, distances = ([section.get(f"{name}_{side}") for side in _SIDES] for name in _OF_TOKENS)
+    for name, pair in zip(_OF_TOKENS, (bounds, distances), strict=True):
+        if pair.count(None) == 1:
+            given, missing = _SIDES if pair[1] is None else reversed(_SIDES)
+            warn_idle(f"{name}_{given}", section[f"{name}_{given}"], f"`{name}_{missing}` is not set")
+    if None not in bounds:
+        return {"token_k1": _bounds(bounds, _OF_TOKENS[0])}
+    if None in distances:
+        return {}
+    low, high = (parse_number(x, _OF_TOKENS[1]) for x in distances)
+    _warn_about_forks(low, high)
+    return {"token_k1": [max(1 - low, 0.0), 1 + high]}
+
+
+def _of_completions(section: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Bounds on the ratio of a completion, by its metric. Bounds of another metric have no effect."""
+    metric = section.get("sequence_mask_metric")
+    if metric is not None and metric not in [*_METRICS]:
+        raise SettingError("sequence_mask_metric", metric, allowed=f"{', '.join(_METRICS)} or null")
+    criteria: dict[str, list[float]] = {}
+    for name, (key, criterion) in _METRICS.items():
+        for side in _SIDES:
+            _warn_if_idle(section, f"{key}_{side}", f"`sequence_mask_metric` is {metric!r}", idle=metric != name)
+        if metric == name:
+            pair = [section.get(f"{key}_{side}", _DEFAULTS[f"{key}_{side}"]) for side in _SIDES]
+            criteria[criterion] = _bounds(pair, key)
     return criteria
 
 
