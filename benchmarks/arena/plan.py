@@ -223,6 +223,7 @@ RULED = (
     "excess",
     "slack",
     "quarter",
+    "grown",
     "reshape",
     "mixture",
     "m2po",
@@ -634,6 +635,23 @@ def announced() -> list[Run]:
     return shorter([run for cell in cells for run in runs_of([cell], ["auto"], SEEDS)])
 
 
+def grown_gap() -> list[Run]:
+    """E9: `auto` that also asks whether the gap has grown, where the age is false, and where weights are fresh."""
+    silent = [Cell(task, rung, fault="silent") for task, rung in zip(SIXTH_TASKS, (FAST_8, FASTER_8), strict=True)]
+    noisy = [Cell(task, Rung(0, "fast"), fault="noise", way="long") for task in PRECISION_TASKS]
+    loud = [Cell(task, Rung(0, "fast"), fault="loud", way="mid") for task in SIXTH_TASKS]
+    pretrained = [
+        Cell(TAGGED_LANGUAGE, FASTER_8),
+        Cell(TAGGED_LANGUAGE, IN_STEP_FASTER, fault="fp8"),
+        Cell(TAGGED_LANGUAGE, FASTER_4, fault="fp8"),
+    ]
+    lost = [Cell("tag_reverse", FASTER_8, fault="lost")]
+    return [
+        *lengthened(runs_of([*silent, *lost, *noisy, *loud], ["grown"], SEEDS)),
+        *shorter(runs_of(pretrained, ["grown"], SEEDS)),
+    ]
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -652,5 +670,6 @@ STAGES = {
         one_rule_judging,
         unseen,
         announced,
+        grown_gap,
     )
 }

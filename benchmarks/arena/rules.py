@@ -6,6 +6,7 @@ rule of the package is such a factor too, so that these can be compared with the
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ class Seen(NamedTuple):
     fresh: torch.Tensor  # (B, 1): where the sampler announces the trainer's weights
     rounding: float  # what rounding alone moves a probability
     log_rounding: float  # what rounding alone moves a log-ratio
+    grown: bool  # whether the gap is far larger than in the first step
 
     @property
     def moved(self) -> torch.Tensor:
@@ -126,6 +128,12 @@ def quarter(seen: Seen) -> torch.Tensor:
     return _less_for_bad(seen, 4.0)
 
 
+def grown(seen: Seen) -> torch.Tensor:
+    """`auto`, for which a completion also counts as old while the gap is far larger than in the first step."""
+    unweighted = seen.fresh & (not seen.grown)
+    return torch.where(unweighted, _less_for_bad(seen, math.inf), _less_for_bad(seen, 1.0))
+
+
 def _less_for_bad(seen: Seen, times: float) -> torch.Tensor:
     """Good tokens have the weight 1, and bad ones so many times their ratio, at most 1."""
     bad = (times * seen.d.exp()).clamp(max=1.0)
@@ -165,7 +173,7 @@ def vexact(seen: Seen) -> torch.Tensor:
     return seen.d.exp().clamp(max=2.0) * (seen.d.sum(1, keepdim=True) >= math.log(FLOOR))
 
 
-CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter)}
+CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown)}
 CONTROLS = {rule.__name__: rule for rule in (reshape, mixture, m2po, vexact)}
 RULES: dict[str, Rule] = {"ipo": ipo, "region": region, **CANDIDATES, **CONTROLS}
 
@@ -190,6 +198,23 @@ class Rounding:
         return self.value or 0.0
 
 
+class Growth:
+    """Whether the gap, as a mean of `k3` over the last `STEPS` batches, is `MUCH` times that of the first batch."""
+
+    STEPS, MUCH = 5, 100.0
+
+    def __init__(self):
+        self.first = None
+        self.last: deque[float] = deque(maxlen=self.STEPS)
+
+    def measure(self, d: torch.Tensor) -> bool:
+        """Add the log-ratios of a batch, and return whether the gap has grown."""
+        gap = (d.exp() - 1 - d).mean().item()
+        self.first = gap if self.first is None else self.first
+        self.last.append(gap)
+        return sum(self.last) / len(self.last) > self.MUCH * self.first
+
+
 def with_rule(trainer_class: type, name: str) -> type:
     """A trainer of the package in which a rule decides the factor of each token."""
     rule = RULES[name]
@@ -199,12 +224,13 @@ def with_rule(trainer_class: type, name: str) -> type:
             correction = super()._compute_correction(train_logps, batch)
             if not hasattr(self, "_rule_rounding"):
                 self._rule_rounding, self._rule_log_rounding = Rounding(WIDEST), Rounding(math.inf)
+                self._rule_growth = Growth()
             valid = correction.valid
             d = torch.where(valid, train_logps.detach() - batch[ROLLOUT_LOGPS], 0.0).clamp(-20.0, 20.0)
             logp = torch.where(valid, train_logps.detach(), 0.0)
             ages = self._ages(batch)
             fresh = torch.zeros(len(d), dtype=torch.bool) if ages is None else ages == 0
-            seen = Seen(d, logp, batch["advantages"].unsqueeze(1) > 0, valid, fresh.unsqueeze(1), 0.0, 0.0)
+            seen = Seen(d, logp, batch["advantages"].unsqueeze(1) > 0, valid, fresh.unsqueeze(1), 0.0, 0.0, self._rule_growth.measure(d[valid]))
             known = valid & seen.fresh & (d.abs() < BROKEN)
             seen = seen._replace(
                 rounding=self._rule_rounding.measure(seen.moved[known].abs()),
@@ -216,6 +242,7 @@ def with_rule(trainer_class: type, name: str) -> type:
                 "rollout_rs_masked_fraction": ((factors == 0) & valid).sum() / valid.sum(),
                 "rounding": seen.rounding,
                 "log_rounding": seen.log_rounding,
+                "grown": seen.grown,
                 "signed_positive": (pull * seen.positive).sum() / valid.sum(),
                 "signed_negative": (pull * ~seen.positive).sum() / valid.sum(),
             }
