@@ -635,6 +635,17 @@ def announced() -> list[Run]:
     return shorter([run for cell in cells for run in runs_of([cell], ["auto"], SEEDS)])
 
 
+def same_arms() -> list[Run]:
+    """What was missing of the cells that README quotes: three seeds of the same four arms."""
+    pretrained = Cell(TAGGED_LANGUAGE, FASTER_8)
+    noisy = [Cell(task, Rung(0, "fast"), fault="noise", way="long") for task in PRECISION_TASKS]
+    return [
+        *shorter(runs_of([pretrained], ["trl_token_truncate"], SEEDS)),
+        *lengthened(runs_of(noisy, ["auto"], SEEDS)),
+        *shorter(runs_of([replace(pretrained, rung=FASTER_4, fault="fp8")], ["none"], SEEDS)),
+    ]
+
+
 def grown_gap() -> list[Run]:
     """E9: `auto` that also asks whether the gap has grown, where the age is false, and where weights are fresh."""
     silent = [Cell(task, rung, fault="silent") for task, rung in zip(SIXTH_TASKS, (FAST_8, FASTER_8), strict=True)]
@@ -670,6 +681,7 @@ STAGES = {
         one_rule_judging,
         unseen,
         announced,
+        same_arms,
         grown_gap,
     )
 }
