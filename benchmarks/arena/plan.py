@@ -626,6 +626,30 @@ def unseen() -> list[Run]:
     )
 
 
+def further() -> list[Run]:
+    """E10: the two tasks of E8 with 8 bits, noise and age together, several updates, RLOO, and a high age."""
+    plain, tagged = SIXTH_TASKS
+    fp8 = [Cell(plain, FASTER_4, fault="fp8"), Cell(tagged, IN_STEP_FASTER, fault="fp8")]
+    others = [
+        Cell(plain, FAST_8, fault="noise", way="mid"),
+        Cell(tagged, FAST_8, way="several"),
+        Cell(plain, FAST_8, "rloo"),
+        Cell(tagged, FASTER_32),
+    ]
+    arms = ["token_2", "dppo_tv", "auto"]
+    return lengthened(
+        [
+            run
+            for seed in SEEDS
+            for run in (
+                *runs_of(others, [*REFERENCES, "trl", "trl_token_truncate", *arms], [seed]),
+                *runs_of(fp8, [*REFERENCES, "trl_preset", "trl_preset_token_truncate", *arms], [seed]),
+            )
+            if run.cell.algorithm == "grpo" or not run.arm.trl
+        ]
+    )
+
+
 def announced() -> list[Run]:
     """`auto` with the pretrained model and a sampler that is old, and says so."""
     cells = [
@@ -680,6 +704,7 @@ STAGES = {
         one_rule_tuning,
         one_rule_judging,
         unseen,
+        further,
         announced,
         same_arms,
         grown_gap,

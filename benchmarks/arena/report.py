@@ -391,19 +391,91 @@ def one_rule(results: Mapping[str, Any], chosen: str) -> str:
     return judged(chosen, chosen_cells, names, RIVALS, falls, spread)
 
 
+def rows_of(results: Mapping[str, Any], stage: str) -> list[Row]:
+    """The runs of a stage, none if it was not begun."""
+    return results[stage]["rows"] if stage in results else []
+
+
+def with_true_age(results: Mapping[str, Any]) -> list[Row]:
+    """
+    Runs of `auto` with the pretrained model and a sampler that announces its age, and of the other arms in the cells in which
+    it does not: they do not read the age, so that their runs are the same.
+    """
+    announced = rows_of(results, "announced")
+    silent = {row["cell"].replace("-announced", ""): row["cell"] for row in announced}
+    others = [row for row in of_all_stages(results) if row["cell"] in silent and row["arm"] != "auto"]
+    return [*announced, *({**row, "cell": silent[row["cell"]]} for row in others)]
+
+
+# What the README compares, and the arms that stand in one column: TRL's own trainer cannot push to 8 bits
+OF_README = [
+    "grpo-sort-in_step-fast-long-noise",
+    "grpo-triple-in_step-fast-long-noise",
+    "grpo-tally-lag_16-faster",
+    "grpo-tag_runs-lag_8-faster",
+    "grpo-tagged_words-lag_8-faster-announced",
+    "grpo-tagged_words-lag_4-faster-announced-fp8",
+]
+IN_README = {
+    "none": ["none"],
+    "trl": ["trl", "trl_preset"],
+    "token_truncate": ["trl_token_truncate", "trl_preset_token_truncate"],
+    "auto": ["auto"],
+}
+
+
+def same_arms(results: Mapping[str, Any]) -> str:
+    """A line per cell of the README's table: the score of each column there, and how many of its runs fell; then all cells."""
+    rows = [row for row in of_all_stages(results) if not row["cell"].startswith("grpo-tagged_words")]
+    rows += with_true_age(results)
+    lines = [
+        f"| cell | {' | '.join(f'`{name}` | falls of `{name}`' for name in IN_README)} |",
+        "| --- " * (2 * len(IN_README) + 1) + "|",
+    ]
+    fell = {name: [] for name in IN_README}
+    for cell in OF_README:
+        fields = []
+        for name, arms in IN_README.items():
+            found = [row for row in rows if row["cell"] == cell and row["arm"] in arms]
+            falls = [row["falls"] for row in found]
+            fell[name] += falls
+            score = counted({row["seed"]: row["accuracy"] for row in found}) if found else ""
+            fields += [score, f"{sum(falls)} of {len(falls)}"]
+        lines.append(f"| {cell} | {' | '.join(fields)} |")
+    totals = " | ".join(f" | {sum(falls)} of {len(falls)}" for falls in fell.values())
+    return "\n".join([*lines, f"| all | {totals} |"])
+
+
+def grown(results: Mapping[str, Any]) -> str:
+    """A line per cell in which the rule that asks the gap as well was trained."""
+    rows = of_all_stages(results)
+    cells, spread = scores(rows), Spread(rows)
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    names = ["auto", "cap1", "cap3_unweighted", REFERENCE, "none", "trl", "trl_preset", "token_2", "dppo_tv"]
+    own_cells = {cell: by_arm for cell, by_arm in cells.items() if "grown" in by_arm}
+    return judged("grown", own_cells, names, ["auto", "cap1", "cap3_unweighted", *RIVALS[:7]], falls, spread)
+
+
 def unseen(results: Mapping[str, Any]) -> str:
     """
     A line per cell of gaps and ages that no rule was chosen by: `auto` next to all other arms. A cell of the pretrained model
     in which the sampler announces its age shows the arms of the cell in which it does not, since they do not read the age.
     """
-    published = of_all_stages(results)
-    new, announced = (results.get(stage, {"rows": []})["rows"] for stage in ("unseen", "announced"))
-    rows = [*new, *announced]
-    silent = {row["cell"].replace("-announced", ""): row["cell"] for row in announced}
-    rows += [{**row, "cell": silent[row["cell"]]} for row in published if row["cell"] in silent]
-    cells, spread = scores(rows), Spread([*published, *rows])
-    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    rows = [*rows_of(results, "unseen"), *with_true_age(results)]
     names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "token_2", "dppo_tv", "cap1"]
+    return auto_beside(rows, names, results)
+
+
+def further(results: Mapping[str, Any]) -> str:
+    """The same of further situations in the same tasks."""
+    names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "trl_preset_token_truncate"]
+    return auto_beside(rows_of(results, "further"), [*names, "token_2", "dppo_tv"], results)
+
+
+def auto_beside(rows: Sequence[Row], names: Sequence[str], results: Mapping[str, Any]) -> str:
+    """A line per cell with `auto`, next to the other arms, of which the first is no rival."""
+    cells, spread = scores(rows), Spread([*of_all_stages(results), *rows])
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
     with_auto = {cell: by_arm for cell, by_arm in cells.items() if "auto" in by_arm}
     return judged("auto", with_auto, names, names[1:], falls, spread)
 

@@ -179,6 +179,9 @@ def tables(results: Mapping[str, Any], of_one_machine: Sequence[Row] | None = No
         parts |= report.tables(stage, rows, [name for name in ARMS if any(row["arm"] == name for row in rows)])
     parts["one_rule"] = report.one_rule(results, CHOSEN)
     parts["unseen"] = report.unseen(results)
+    parts["further"] = report.further(results)
+    parts["same_arms"] = report.same_arms(results)
+    parts["grown"] = report.grown(results)
     rows = again() if of_one_machine is None else of_one_machine
     missed = {row["cell"] for row in rows if row["machine"] == OF_AGAIN and row["arm"] == CHOSEN}
     parts["again"] = report.again(

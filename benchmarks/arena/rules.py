@@ -230,7 +230,16 @@ def with_rule(trainer_class: type, name: str) -> type:
             logp = torch.where(valid, train_logps.detach(), 0.0)
             ages = self._ages(batch)
             fresh = torch.zeros(len(d), dtype=torch.bool) if ages is None else ages == 0
-            seen = Seen(d, logp, batch["advantages"].unsqueeze(1) > 0, valid, fresh.unsqueeze(1), 0.0, 0.0, self._rule_growth.measure(d[valid]))
+            seen = Seen(
+                d,
+                logp,
+                batch["advantages"].unsqueeze(1) > 0,
+                valid,
+                fresh.unsqueeze(1),
+                0.0,
+                0.0,
+                self._rule_growth.measure(d[valid]),
+            )
             known = valid & seen.fresh & (d.abs() < BROKEN)
             seen = seen._replace(
                 rounding=self._rule_rounding.measure(seen.moved[known].abs()),
