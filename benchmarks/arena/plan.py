@@ -667,6 +667,7 @@ def same_arms() -> list[Run]:
         *shorter(runs_of([pretrained], ["trl_token_truncate"], SEEDS)),
         *lengthened(runs_of(noisy, ["auto"], SEEDS)),
         *shorter(runs_of([replace(pretrained, rung=FASTER_4, fault="fp8")], ["none"], SEEDS)),
+        *shorter(runs_of([replace(pretrained, rung=IN_STEP_FASTER, fault="fp8")], ["auto"], SEEDS)),
     ]
 
 

@@ -414,6 +414,7 @@ OF_README = [
     "grpo-tally-lag_16-faster",
     "grpo-tag_runs-lag_8-faster",
     "grpo-tagged_words-lag_8-faster-announced",
+    "grpo-tagged_words-in_step-faster-fp8",
     "grpo-tagged_words-lag_4-faster-announced-fp8",
 ]
 IN_README = {
@@ -426,8 +427,7 @@ IN_README = {
 
 def same_arms(results: Mapping[str, Any]) -> str:
     """A line per cell of the README's table: the score of each column there, and how many of its runs fell; then all cells."""
-    rows = [row for row in of_all_stages(results) if not row["cell"].startswith("grpo-tagged_words")]
-    rows += with_true_age(results)
+    rows = [*of_all_stages(results), *with_true_age(results)]
     lines = [
         f"| cell | {' | '.join(f'`{name}` | falls of `{name}`' for name in IN_README)} |",
         "| --- " * (2 * len(IN_README) + 1) + "|",
