@@ -73,7 +73,7 @@ def test_the_protocol_names_every_task_and_arm_that_it_plans(plan):
     assert [name for name in (*arms, *tasks) if f"`{name}`" not in text] == []
 
 
-GOAL = re.compile(r"^(?:- \*\*|\| )([A-Z]\d(?:\.\d)?)(?:\*\*)?: ", re.MULTILINE)
+GOAL = re.compile(r"^(?:- \*\*|\| )([A-Z]\d+(?:\.\d)?)(?:\*\*)?: ", re.MULTILINE)
 
 
 def test_every_goal_of_the_protocol_is_met_or_missed_on_the_page_of_results():

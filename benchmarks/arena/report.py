@@ -427,7 +427,7 @@ IN_README = {
 
 def same_arms(results: Mapping[str, Any]) -> str:
     """A line per cell of the README's table: the score of each column there, and how many of its runs fell; then all cells."""
-    rows = [*of_all_stages(results), *with_true_age(results)]
+    rows = of_all_stages({**results, "true_age": {"rows": with_true_age(results)}})
     lines = [
         f"| cell | {' | '.join(f'`{name}` | falls of `{name}`' for name in IN_README)} |",
         "| --- " * (2 * len(IN_README) + 1) + "|",
