@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     fresh: torch.Tensor  # (B, 1): where the sampler announces the trainer's weights
     rounding: float  # what rounding alone moves a probability
     log_rounding: float  # what rounding alone moves a log-ratio
-    grown: bool  # whether the gap is far larger than in the first step
+    grown: bool = False  # whether the gap is far larger than in the first step
 
     @property
     def moved(self) -> torch.Tensor:
