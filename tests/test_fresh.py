@@ -1,13 +1,14 @@
 """Weights for completions of old weights alone: which completions count as fresh, and what that changes."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from tests.tiny import StaleSampler
-from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, messages
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.age import Staleness, count_stale
 from trl_rollout_corr.messages import PREFIX
@@ -295,3 +296,24 @@ def test_a_completion_without_a_token_of_the_loss_is_neither_fresh_nor_old():
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]])  # TRL masks completions that were cut off
     found = Staleness.of(count_stale(torch.tensor([True, False, False]), mask)).finish()
     assert found[f"{PREFIX}stale_fraction"] == 0.5
+
+
+class LaterNoise(FreshSampler):
+    """Its noise begins in the third generation of two steps."""
+
+    def __call__(self, prompts, trainer):
+        self.noise = 0.3 if trainer.state.global_step >= 4 else 0.0
+        return super().__call__(prompts, trainer)
+
+
+def test_updates_since_the_generation_are_no_age_of_an_alarm(tmp_path, tiny_model_path, caplog):
+    fields = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 10, "rollout_monitor": "warn"}
+    sampler = LaterNoise(tiny_model_path, 0)
+    fields["rollout_correction"] = "disabled"
+    trainer = build(*TRAINERS["grpo"], tiny_model_path, tmp_path, sampler=sampler, **fields)
+    trainer.train()
+    assert set(logged(trainer, "staleness_max")) == {0.0, 1.0}
+    assert set(logged(trainer, "stale_fraction")) == {0.0}
+    said = "\n".join(messages(caplog))
+    assert "[k3_" in said
+    assert not re.search(r"steps? old", said)

@@ -193,6 +193,12 @@ def test_a_small_gap_that_lasts_with_fresh_weights_is_told(settings):
     assert "trl-rollout-corr diagnose" in str(alarms[0])
     assert found(log(0.0049), settings) == []
     assert found(log(0.009, staleness_max=1.0), settings) == []  # its age explains it
+    # the updates on a generation are no age of the ratios
+    assert found(log(0.009, staleness_max=1.0, stale_fraction=0.0), settings) == ["k3_lasting"]
+    later = {f"{PREFIX}staleness_max": 1.0, f"{PREFIX}update_k3_kl": 1e-3}
+    visits = [entry for step in log(0.009, stale_fraction=0.0) for entry in (step, later)]
+    again = history(*[{key.removeprefix(PREFIX): x for key, x in entry.items() if key != "step"} for entry in visits])
+    assert found(again, settings) == ["k3_lasting"]
     assert found(log(0.009, staleness_max=None), settings) == ["k3_lasting"]
     grown = log(0.009, staleness_max=None)
     for entry in grown[:3]:

@@ -92,7 +92,7 @@ class Observer:
         of_advantages = corrected.coefficients, batch["advantages"], batch[REWARDS]
         groups = add_up_groups(correction.valid, correction.keep, *of_advantages, turns, log_ratio)
         self.add(now.mode, groups)
-        if corrected.fresh is not None and self.settings.weighs_stale_only:
+        if corrected.fresh is not None:
             self.add(now.mode, Staleness.of(count_stale(corrected.fresh, corrected.mask)))
         if corrected.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))

@@ -98,7 +98,7 @@ def origin(window: Window) -> str:
     """`"start"` if the gap was there from the first steps, `"old"` if the sampler is stale, else `"open"`."""
     if window.course.off_at_start:
         return "start"
-    return "old" if (window.get("staleness_max") or 0.0) >= 1.0 else "open"
+    return "old" if (window.age or 0.0) >= 1.0 else "open"
 
 
 def _gap(window: Window) -> float:
@@ -154,7 +154,7 @@ def _no_tokens(window: Window) -> str:
 
 def _by_origin(texts: Mapping[str, str], window: Window) -> str:
     """The text for the origin of the gap."""
-    age = window.get("staleness_max") or 0.0
+    age = window.age or 0.0
     numbers = {"age": age, "s": "" if age == 1.0 else "s", "rounding": _rounding(window)}
     return texts[origin(window)].format(**numbers)
 

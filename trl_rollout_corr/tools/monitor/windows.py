@@ -64,7 +64,9 @@ class Course:
 
     def add(self, window: "Window") -> None:
         """Add a window."""
-        began, staleness = self._step, window.get("staleness_max") or 0.0
+        # a window of later visits alone has the gap of updates, and no ratios that an age could explain
+        visits = f"{PREFIX}update_k3_kl" in window.metrics and f"{PREFIX}k3_kl" not in window.metrics
+        began, staleness = self._step, 0.0 if visits else window.age or 0.0
         self.spacing, self._step = max(window.step - began, 1), window.step
         self.settled = staleness <= min(self._oldest, began)
         self._oldest = max(self._oldest, staleness)
@@ -229,12 +231,20 @@ class Window:
         return int(self.metrics.get("step", 0))
 
     @property
+    def age(self) -> float | None:
+        """
+        The largest age of completions, in optimizer steps; `None` if unknown. It is 0 without stale completions:
+        `staleness_max` also counts the updates on a generation, which are not in the ratios of decoupled mode.
+        """
+        return 0.0 if self.get("stale_fraction") == 0.0 else self.get("staleness_max")
+
+    @property
     def is_fresh(self) -> bool:
         """
         True if all completions so far are known to be of the trainer's weights. The first step tells nothing, because
         all weights are fresh there, whatever follows.
         """
-        age = self.get("staleness_max")
+        age = self.age
         return age is not None and max(age, self.course.oldest) < 1 and self.step > 1
 
     @property
