@@ -86,8 +86,9 @@ def check_reinforce(config: Any, settings: Settings) -> None:
 
 def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     """
-    Warn about weights and rejection of tokens and turns that were asked for in a loss with ratios per completion. A preset
-    asks for neither: what it does there is in the description of the settings, for every preset as for the default.
+    Warn about weights and rejection of tokens and turns that were asked for in a loss with ratios per completion. A
+    preset asks for neither: what it does there is in the description of the settings, for every preset as for the
+    default.
     """
     asked = config.given & {"rollout_is", "rollout_rs"}
     if not asked or not settings.changes_loss or config.importance_sampling_level != "sequence":
