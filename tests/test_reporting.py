@@ -215,4 +215,4 @@ def test_a_run_logs_few_keys_and_each_is_documented(make_any, run, request):
     assert {documented_name(key) for key in keys} <= documented_keys()
     of_turns = {key for key in keys if "/turn_" in key}
     assert bool(of_turns) == ("[grpo-" in request.node.name)  # whose sampler calls a tool
-    assert len(keys - of_turns) <= (30 if run == "measured" else 50)
+    assert len(keys - of_turns) <= (31 if run == "measured" else 50)  # with `stale_fraction`
