@@ -418,6 +418,7 @@ OF_README = [
     "grpo-tagged_words-lag_4-faster-announced-fp8",
 ]
 IN_README = {
+    "on_policy": [REFERENCE],
     "none": ["none"],
     "trl": ["trl", "trl_preset"],
     "token_truncate": ["trl_token_truncate", "trl_preset_token_truncate"],
@@ -432,17 +433,18 @@ def same_arms(results: Mapping[str, Any]) -> str:
         f"| cell | {' | '.join(f'`{name}` | falls of `{name}`' for name in IN_README)} |",
         "| --- " * (2 * len(IN_README) + 1) + "|",
     ]
-    fell = {name: [] for name in IN_README}
+    fell: dict[str, dict[Any, bool]] = {name: {} for name in IN_README}  # of each run once: rows may share a reference
     for cell in OF_README:
         fields = []
         for name, arms in IN_README.items():
             found = [row for row in rows if row["cell"] == cell and row["arm"] in arms]
             falls = [row["falls"] for row in found]
-            fell[name] += falls
+            place = "" if name == REFERENCE else cell
+            fell[name] |= {(place, row["seed"], row["start"], row["accuracy"]): row["falls"] for row in found}
             score = counted({row["seed"]: row["accuracy"] for row in found}) if found else ""
             fields += [score, f"{sum(falls)} of {len(falls)}"]
         lines.append(f"| {cell} | {' | '.join(fields)} |")
-    totals = " | ".join(f" | {sum(falls)} of {len(falls)}" for falls in fell.values())
+    totals = " | ".join(f" | {sum(falls.values())} of {len(falls)}" for falls in fell.values())
     return "\n".join([*lines, f"| all | {totals} |"])
 
 
