@@ -184,8 +184,7 @@ def warn_about_engine(kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("quantization_config") and kwargs.get("quantization") is None:
         warn(
             f"`{field}` has 'quantization_config' without 'quantization'. vLLM then rounds no layer of a model of 16 "
-            "or 32 "
-            "bits. Add {'quantization': 'online'}, or remove it.",
+            "or 32 bits. Add {'quantization': 'online'}, or remove it.",
             field,
         )
 

@@ -41,8 +41,7 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
             ) from error
         error.add_note(
             f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other "
-            "layers "
-            "alone, set {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
+            "layers alone, set {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
         )
         raise
     summaries = getattr(llm.llm_engine.vllm_config.quant_config, "quantized_layer_summaries", None)

@@ -138,8 +138,7 @@ def by_advantage(o: DumpedTokens) -> Evidence | None:
         return None
     sentence = (
         f"|d| is {{off}} in {'tokens' if mixed else 'completions'} with a {off} advantage, and {{others}} in the "
-        "others: "
-        "{ratio} times as large at equally likely tokens of the same steps"
+        "others: {ratio} times as large at equally likely tokens of the same steps"
     )
     rows = np.isin(np.arange(len(o.lengths)), parts.row[deviating])
     statistic = ratio if lowest > 1 else 0.0

@@ -59,8 +59,7 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Mod
     if args.vllm_mode != "colocate":
         raise ValueError(
             f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM "
-            "itself. Add "
-            "`--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
+            "itself. Add `--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
         )
     if args.settings.rollout_support is not None:
         raise ValueError(
