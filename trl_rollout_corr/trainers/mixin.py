@@ -137,6 +137,15 @@ class RolloutCorrectionMixin(CorrectsBatches):
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")
         self._replays.experts.sampled.keep(tokens, experts)
 
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
+        # TRL keeps the step of its latest push, which may be of an earlier training with other weights
+        self._last_loaded_step = -1
+        if self._settings.changes_loss:
+            # A training that was interrupted, as in a notebook, leaves a generation that it began. Its rest would move
+            # all later ones against the optimizer steps, so that samples are visited after an update.
+            self._step, self._buffered_inputs = 0, None
+        return super().train(*args, **kwargs)
+
     def _during(self, under_way: Any) -> AbstractContextManager:
         """Forward passes for a purpose, see [`~trl_rollout_corr.trainers.forward_pass`]."""
         return patch.object(self, "_pass", under_way)
@@ -267,15 +276,6 @@ class RolloutCorrectionMixin(CorrectsBatches):
         return rewards.masked_fill(rejected.unsqueeze(1), torch.nan)
 
     # The loss --------------------------------------------------------------------------------------------------------
-
-    def train(self, *args: object, **kwargs: object) -> TrainOutput:
-        # TRL keeps the step of its latest push, which may be of an earlier training with other weights
-        self._last_loaded_step = -1
-        if self._settings.changes_loss:
-            # A training that was interrupted, as in a notebook, leaves a generation that it began. Its rest would move
-            # all later ones against the optimizer steps, so that samples are visited after an update.
-            self._step, self._buffered_inputs = 0, None
-        return super().train(*args, **kwargs)
 
     def compute_loss(
         self,
