@@ -18,7 +18,7 @@ from trl_rollout_corr.correction.age import (
     Staleness,
     count_ages,
     count_completions,
-    count_stale,
+    count_lags,
     engine_gap,
     update_gap,
 )
@@ -147,7 +147,7 @@ def accounted_keys() -> set[str]:
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     statistics = compute_rollout_correction(zeros, zeros, ones, RolloutCorrectionConfig(rollout_is="token")).statistics
     segments = update_gap(torch.zeros(3, 2), torch.zeros(3, 2), keep) | engine_gap(statistics)
-    segments |= count_ages(torch.ones(2)) | count_stale(torch.ones(3), keep) | count_completions(keep, 1)
+    segments |= count_ages(torch.ones(2)) | count_lags(torch.ones(3), keep) | count_completions(keep, 1)
     return {*groups.finish(), *Staleness.of(segments).finish(), *Flips.count(keep, keep).finish()}
 
 

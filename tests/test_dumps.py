@@ -537,7 +537,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
-    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"8"
+    assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"9"
 
 
 def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
@@ -619,9 +619,10 @@ def in_version(path, version, *lacking, **settings):
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-_OF_8 = ["fresh"]
+_OF_8 = ["lag"]  # and `fresh`, which 9 removed
 _OF_7 = ["advantages", *_OF_8]
 LATER = {
+    8: _OF_8,
     7: _OF_8,
     6: _OF_7,
     5: _OF_7,
@@ -668,12 +669,22 @@ def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):
     assert np.isnan(sequences.again_logps[sequences.step[sequences.row] == 1]).all()
 
 
-@pytest.mark.parametrize("version", ["9", "0", "x"])
+def test_completions_that_version_8_calls_fresh_have_no_lag(tmp_path):
+    """Their age counts the updates on a generation. Where version 8 did not know, the age is all that is known."""
+    (path,) = dump.files_of(make_dump(tmp_path, steps=1, age=3))
+    in_version(path, 8, "lag")
+    table = pq.read_table(path)
+    fresh = [None, *([True, False] * len(table))][: len(table)]
+    pq.write_table(table.append_column("fresh", pa.array(fresh, pa.bool_())), path)
+    assert open_dump(tmp_path).sequences.age.tolist() == [0 if told else 3 for told in fresh]
+
+
+@pytest.mark.parametrize("version", ["10", "0", "x"])
 def test_versions_of_later_releases_are_refused_with_a_remedy(tmp_path, version):
     (path,) = dump.files_of(make_dump(tmp_path, steps=1))
     in_version(path, version)
     with pytest.raises(
-        ValueError, match=rf"is in version {version} of .* reads versions 1 to 8. Read it with the release"
+        ValueError, match=rf"is in version {version} of .* reads versions 1 to 9. Read it with the release"
     ):
         read_dump(tmp_path)
     in_version(path, 4, "reward")

@@ -10,7 +10,7 @@ import torch
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, messages
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
-from trl_rollout_corr.correction.age import Staleness, count_stale
+from trl_rollout_corr.correction.age import Staleness, count_lags
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.trainers.age_notice import AgeNotice
@@ -260,7 +260,7 @@ def test_a_dump_gives_the_weights_of_the_run(age, tmp_path, tiny_model_path):
     batch = batch_of(sequences, every)
     for block, correction in zip(batch.blocks, _correct(batch, trainer._settings), strict=True):
         torch.testing.assert_close(correction.coefficients * block.mask, block.coefficients, rtol=1e-5, atol=1e-6)
-    sequences.fresh = np.full(len(sequences), math.nan)  # as in an earlier dump
+    sequences.lag = np.full(len(sequences), math.nan)  # as in an earlier dump
     assert {*sequences.is_fresh} == {age == 0}
 
 
@@ -292,10 +292,62 @@ def test_updates_since_the_generation_are_no_age_of_a_gap(tmp_path, tiny_model_p
     assert "stale" not in [finding.name for finding in diagnose(read_tokens(dump)).findings]
 
 
+class LaggingSampler(AnnouncingSampler):
+    """It is fresh at first, and four steps behind from the third generation of two steps on, and differs only then."""
+
+    def __init__(self, model):
+        super().__init__(model, 0, 0, 0, 0, 4)
+
+    def __call__(self, prompts, trainer):
+        self.noise = 0.3 if trainer.state.global_step >= 4 else 0.0
+        return super().__call__(prompts, trainer)
+
+
+def lagging(tiny_model_path, folder, **fields):
+    """A trainer with two updates on each generation of an old sampler."""
+    schedule = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    sampler = LaggingSampler(tiny_model_path)
+    return build(*TRAINERS["grpo"], tiny_model_path, folder, sampler=sampler, **schedule, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lags"),
+    [({}, {0, 4}), ({"rollout_correction": "bypass_dppo_tv"}, {0, 1, 4, 5})],
+    ids=["decoupled", "bypass"],
+)
+def test_a_dump_tells_the_updates_on_a_generation_from_its_lag(fields, lags, tmp_path, tiny_model_path):
+    """The ratios of decoupled mode are of the old policy, and those of bypass mode of the current one."""
+    from trl_rollout_corr.tools.diagnosis import read_tokens
+    from trl_rollout_corr.tools.dump.reading import open_dump
+
+    dump = str(tmp_path / "dump")
+    trainer = lagging(tiny_model_path, tmp_path, rollout_dump_dir=dump, max_steps=8, **fields)
+    trainer.train()
+    sequences = open_dump(dump).sequences
+    assert {*sequences.staleness} == {0, 1, 4, 5}
+    assert {*sequences.lag} == {*read_tokens(dump).staleness} == lags
+    assert {*logged(trainer, "lag_max")} == lags - {0}
+    assert logged(trainer, "staleness_max") == [0.0, 1.0, 0.0, 1.0, 4.0, 5.0, 4.0, 5.0]
+
+
+def test_a_diagnosis_and_an_alarm_give_the_lag_of_an_old_sampler(tmp_path, tiny_model_path, caplog):
+    """Each generation is trained on twice, which adds no step to the age of its ratios."""
+    from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
+
+    dump = str(tmp_path / "dump")
+    fields = {"rollout_correction": "disabled", "rollout_monitor": "warn", "rollout_dump_dir": dump}
+    lagging(tiny_model_path, tmp_path, max_steps=16, learning_rate=1e-6, **fields).train()
+    [stale] = diagnose(read_tokens(dump)).findings
+    assert (stale.name, stale.evidence.numbers["oldest"]) == ("stale", 4.0)
+    assert "The sampler is 4 steps old" in "\n".join(messages(caplog))
+
+
 def test_a_completion_without_a_token_of_the_loss_is_neither_fresh_nor_old():
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]])  # TRL masks completions that were cut off
-    found = Staleness.of(count_stale(torch.tensor([True, False, False]), mask)).finish()
-    assert found[f"{PREFIX}stale_fraction"] == 0.5
+    found = Staleness.of(count_lags(torch.tensor([0, 2, 5]), mask)).finish()
+    assert (found[f"{PREFIX}stale_fraction"], found[f"{PREFIX}lag_max"]) == (0.5, 2.0)
+    unknown = Staleness.of(count_lags(torch.tensor([0.0, math.nan, 0.0]), mask)).finish()
+    assert unknown == {f"{PREFIX}stale_fraction": 0.5}
 
 
 class LaterNoise(FreshSampler):

@@ -32,7 +32,7 @@ class Staleness(SegmentedSums):
         "weights": ("weights/rows", "weights/older"),
         "completions": ("trained", "stale_dropped"),
     }
-    MAXIMA: ClassVar[tuple[str, ...]] = ("age/largest",)
+    MAXIMA: ClassVar[tuple[str, ...]] = ("age/largest", "lag/largest")
 
     def _metrics(self, s: dict[str, float], applied: Applied) -> dict[str, float]:
         metrics = {}
@@ -46,6 +46,8 @@ class Staleness(SegmentedSums):
             metrics["staleness_max"] = s["age/largest"]
         if rows := s["weights/rows"]:
             metrics["stale_fraction"] = s["weights/older"] / rows
+            if s["lag/largest"] > 0:
+                metrics["lag_max"] = s["lag/largest"]
         if rows := s["trained"] + s["stale_dropped"]:
             metrics["stale_dropped/fraction"] = s["stale_dropped"] / rows
         return metrics
@@ -78,14 +80,17 @@ def count_ages(ages: torch.Tensor) -> Segments:
     return {"age": number_and_sum, "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
 
 
-def count_stale(fresh: torch.Tensor, mask: torch.Tensor) -> Segments:
+def count_lags(lags: torch.Tensor, mask: torch.Tensor) -> Segments:
     """
-    Number of completions with a token in the mask, `(B, T)`, and of those of them that are not `fresh`, `(B,)`, for
-    [`Staleness.of`].
+    Number of completions with a token in the mask, `(B, T)`, of those of them with a lag other than 0, and the largest
+    lag, for [`Staleness.of`]. Lags, `(B,)` in optimizer steps or NaN, are between the weights that sampled and those
+    of the ratio.
     """
+    dtype = accumulation_dtype(mask.device)
     rows = (mask != 0).any(1)
-    counts = torch.stack([rows, rows & ~fresh.bool()])
-    return {"weights": counts.sum(1, dtype=accumulation_dtype(mask.device))}
+    counts = torch.stack([rows, rows & (lags != 0)])
+    largest = lags.to(dtype).masked_fill(~rows | ~lags.isfinite(), -torch.inf).max()
+    return {"weights": counts.sum(1, dtype=dtype), "lag/largest": largest}
 
 
 def count_completions(mask: torch.Tensor, n_dropped: int) -> Segments:

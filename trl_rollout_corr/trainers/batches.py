@@ -185,13 +185,12 @@ class CorrectsBatches(_Host):
         summed: torch.Tensor = self.accelerator.reduce(tensor, reduction="sum")
         return summed
 
-    def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
+    def _lags(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         """
-        Completions, `(B,)`, whose sampler announced the weights of the policy that is corrected for, which is the old
-        policy if `from_old`; `None` if nothing is known.
+        Optimizer steps, `(B,)` or NaN, by which the weights that sampled are behind those of the policy that is
+        corrected for, which is the old policy if `from_old`; `None` if nothing is known.
         """
-        ages = self._ages(batch)
-        return None if ages is None else ages == 0
+        return self._ages(batch)
 
     def _ages(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Age of each completion, `(B,)` in optimizer steps or NaN; `None` if nothing is known."""
@@ -199,10 +198,10 @@ class CorrectsBatches(_Host):
 
     def _correct_from(self, train_logps: torch.Tensor, batch: dict[str, Any], *, from_old: bool) -> CorrectedBatch:
         """Correct a batch for the gap between the sampler and the old or current policy."""
-        fresh = self._sampled_with_equal_weights(batch, from_old)
-        correction = self._compute_correction(train_logps, batch if fresh is None else {**batch, FRESH: fresh})
+        lags = self._lags(batch, from_old)
+        correction = self._compute_correction(train_logps, batch if lags is None else {**batch, FRESH: lags == 0})
         mask, ages = self._loss_mask(batch), self._ages(batch)
-        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, fresh)
+        return CorrectedBatch(batch, mask, train_logps, correction, correction.coefficients, from_old, ages, lags)
 
     def _bypass(self, corrected: CorrectedBatch) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor in bypass mode, `(B, T)`, and the correction of tokens with a gradient there."""

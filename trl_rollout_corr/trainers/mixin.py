@@ -237,10 +237,10 @@ class RolloutCorrectionMixin(CorrectsBatches):
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
 
-    def _sampled_with_equal_weights(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
+    def _lags(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         if not from_old or not self.model.training:  # in an evaluation the old policy is the current one
-            return super()._sampled_with_equal_weights(batch, from_old)
-        return batch[ROLLOUT_STEP] == self._generated_step if ROLLOUT_STEP in batch else None
+            return super()._lags(batch, from_old)
+        return self._generated_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
 
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         with self._during(Generation()) as generation:

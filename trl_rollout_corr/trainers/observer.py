@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ..correction.age import Staleness, count_ages, count_completions, count_stale, engine_gap, update_gap
+from ..correction.age import Staleness, count_ages, count_completions, count_lags, engine_gap, update_gap
 from ..correction.compute import RolloutCorrection
 from ..correction.functional import turns_of
 from ..correction.groups import add_up_groups
@@ -38,7 +38,7 @@ class CorrectedBatch(NamedTuple):
     coefficients: torch.Tensor  # (B, T), factor of the policy gradient of each token
     from_old: bool  # `train_logps` are of the old policy: the trainer's when the batch was generated
     ages: torch.Tensor | None  # (B,), optimizer steps between the weights that sampled and that train; NaN if unknown
-    fresh: torch.Tensor | None  # (B,), True where the weights that sampled are those of `train_logps`
+    lags: torch.Tensor | None  # (B,), of these the steps before the weights of `train_logps`
 
 
 class Observer:
@@ -92,8 +92,8 @@ class Observer:
         of_advantages = corrected.coefficients, batch["advantages"], batch[REWARDS]
         groups = add_up_groups(correction.valid, correction.keep, *of_advantages, turns, log_ratio)
         self.add(now.mode, groups)
-        if corrected.fresh is not None:
-            self.add(now.mode, Staleness.of(count_stale(corrected.fresh, corrected.mask)))
+        if corrected.lags is not None:
+            self.add(now.mode, Staleness.of(count_lags(corrected.lags, corrected.mask)))
         if corrected.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
 

@@ -111,7 +111,7 @@ class DumpedTokens:
         self.lengths = np.bincount(self.row, minlength=len(sequences))
         self.is_fresh, self.padding = sequences.is_fresh, sequences.padding
         # Updates since the generation are no age here: in decoupled mode the log-ratio does not have them
-        self.staleness = np.where(self.is_fresh, 0.0, sequences.staleness)
+        self.staleness = sequences.age
         # For each token again: its id, its place in the completion, and whether it is at an end or just behind tokens
         # outside the loss
         self.token = sequences.token_ids[counted]

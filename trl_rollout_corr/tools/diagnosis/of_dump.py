@@ -29,7 +29,7 @@ Log = Sequence[Mapping[str, Any]]  # entries of the log of a run, each with a `s
 # Columns of a dump that a diagnosis needs; it quotes a few words of the text in `tokens` and `prompt`
 COLUMNS = (
     *("step", "sampled", "mask", "train_logps", "rollout_logps", "again_logps", "turn_ids", "tokens", "token_ids"),
-    *("prompt", "prompt_ids", "padding", "staleness", "fresh", "advantage", "advantages", "coefficients"),
+    *("prompt", "prompt_ids", "padding", "staleness", "lag", "advantage", "advantages", "coefficients"),
 )
 
 

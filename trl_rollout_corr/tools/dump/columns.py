@@ -9,8 +9,8 @@ from numpy.typing import DTypeLike
 
 # The version grows when a column is added, removed, or changes its meaning. Version 2 added `prompt_ids`, `padding`
 # and `again_logps`, 3 `turn_ids` and a column that 4 removed, 5 nulls in `rollout_logps`, 6 two columns that 8
-# removed, 7 `advantages`, and 8 `fresh`; the reader takes them all.
-FORMAT, VERSION = "trl_rollout_corr.dump", 8
+# removed, 7 `advantages`, 8 `fresh`, and 9 `lag` in its place; the reader takes them all.
+FORMAT, VERSION = "trl_rollout_corr.dump", 9
 
 
 class Column(NamedTuple):
@@ -60,7 +60,7 @@ COLUMNS = (
     Column("turn_ids", pa.int32(), per_token=True, null=True),  # if a rollout function returns turns
     # If each token has its own; `advantage` is their mean
     Column("advantages", pa.float32(), per_token=True, null=True),
-    # If the weights that sampled are those of `train_logps`; null if unknown
-    Column("fresh", pa.bool_(), null=True),
+    # Steps by which the weights that sampled are behind those of `train_logps`; null if unknown
+    Column("lag", pa.int32(), null=True),
 )
 SCHEMA = pa.schema([(c.name, pa.list_(c.type) if c.per_token else c.type) for c in COLUMNS])

@@ -20,6 +20,7 @@ from .sequences import Sequences
 
 
 _SCANNED = ("step", "sampled", "mask", "train_logps", "rollout_logps")
+_FRESH = "fresh"  # column of version 8
 _AT_ONCE = 500_000  # tokens decoded together
 _LARGEST = 100_000_000  # a file with more tokens is none of ours
 
@@ -238,16 +239,24 @@ def _read_rows(
 ) -> pa.Table:
     """Columns of all rows of a file, or of the `chosen` ones, where the `sampled` ones represent the batch."""
     names = [name for name in SCHEMA.names if name in columns]
-    batches = [*_batches(file, names, chosen)]
+    batches = [*_batches(file, [*names, _FRESH], chosen)]
     schema = batches[0].schema if batches else pa.schema([SCHEMA.field(name) for name in names])
     table = pa.Table.from_batches(batches, schema).replace_schema_metadata()
-    for name in [name for name in names if name not in table.column_names]:  # of a later version than the file's
-        table = table.append_column(name, pa.nulls(len(table), SCHEMA.field(name).type))
+    for name in [name for name in names if name not in table.column_names]:
+        table = table.append_column(name, _of_later_version(table, name))
     table = _checked(file.path, table.select(names))
     if chosen is not None and sampled is not None:
         place = table.schema.get_field_index("sampled")
         table = table.set_column(place, table.schema.field(place), pa.array(sampled[chosen]))
     return table
+
+
+def _of_later_version(table: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
+    """A column that a file of an earlier version lacks: null, but for the lag of what version 8 calls fresh."""
+    unknown = pa.nulls(len(table), SCHEMA.field(name).type)
+    if name != "lag" or _FRESH not in table.column_names:
+        return unknown
+    return pc.if_else(table[_FRESH], pa.scalar(0, unknown.type), unknown)
 
 
 def _scan(file: _File) -> Rows:

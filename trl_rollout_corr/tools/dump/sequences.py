@@ -125,12 +125,18 @@ class Sequences:
         return self.sampled if self.sampled.any() else np.ones(len(self), bool)
 
     @property
+    def age(self) -> NDArray[np.float64]:
+        """Age of the weights that sampled, as far as it is in the log-ratio; all of it in a dump without `lag`."""
+        age: NDArray[np.float64] = np.where(np.isnan(self.lag), self.staleness, self.lag)
+        return age
+
+    @property
     def is_fresh(self) -> NDArray[np.bool_]:
         """
-        Sequences that the weights of `train_logps` are known to have sampled; in a dump without `fresh`, those of age
-        0. In decoupled mode these may be weights before some updates, and the age counts the updates.
+        Sequences that the weights of `train_logps` are known to have sampled. In decoupled mode these may be weights
+        before some updates, and `staleness` counts the updates.
         """
-        return np.where(np.isnan(self.fresh), self.staleness == 0, self.fresh == 1)
+        return np.equal(self.age, 0)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sums over the tokens of each sequence, `(B,)`."""

@@ -41,7 +41,7 @@ def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict
         "again_logps": batch.get(AGAIN_LOGPS),
         "turn_ids": batch.get(TURN_IDS),
         "padding": batch.get(PADDING),
-        "fresh": corrected.fresh,
+        "lag": corrected.lags,
     }
 
 

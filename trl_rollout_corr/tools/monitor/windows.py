@@ -233,10 +233,14 @@ class Window:
     @property
     def age(self) -> float | None:
         """
-        The largest age of completions, in optimizer steps; `None` if unknown. It is 0 without stale completions:
-        `staleness_max` also counts the updates on a generation, which are not in the ratios of decoupled mode.
+        The largest age of completions, in optimizer steps; `None` if unknown. Without `lag_max`, as in older logs, it
+        is `staleness_max`, which also counts the updates on a generation. They are not in the ratios of decoupled
+        mode, and without stale completions the age is 0.
         """
-        return 0.0 if self.get("stale_fraction") == 0.0 else self.get("staleness_max")
+        if self.get("stale_fraction") == 0.0:
+            return 0.0
+        lag = self.get("lag_max")
+        return self.get("staleness_max") if lag is None else lag
 
     @property
     def is_fresh(self) -> bool:
