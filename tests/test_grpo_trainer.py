@@ -529,6 +529,31 @@ def test_an_interrupted_trainer_resumes_as_a_new_one_does(make, tmp_path, fields
     assert_same_steps(*found)
 
 
+class ExactSampler(StaleSampler):
+    """It scores with the weights of the trainer, as a vLLM does that was just updated."""
+
+    def __call__(self, prompts, trainer):
+        self.model, trainer.rollout_step = trainer.model, trainer.state.global_step
+        return super().__call__(prompts, trainer)
+
+
+def test_an_update_after_an_interrupt_is_no_gap_of_the_engine(make, tiny_model_path):
+    """
+    A run without a correction goes on with the rest of its generation, as TRL's does, so that half of each later one is
+    visited after an update. Its old policy is unknown there.
+    """
+    sampler = ExactSampler(tiny_model_path, noise=0.0)
+    fields = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "max_steps": 4, "learning_rate": 3e-3}
+    fields |= {"rollout_correction": "disabled", "extra": {"callbacks": [Interruption()]}}
+    trainer = make(sampler=sampler, **fields)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert logged(trainer, "lag_max")[-3:] == [1.0, 1.0, 1.0]
+    assert min(logged(trainer, "k3_kl")[-3:]) > 1e-6
+    assert max(logged(trainer, "engine_k3_kl")[-3:]) < 1e-9
+
+
 def test_a_run_of_trl_goes_on_from_its_checkpoint_with_the_same_losses(make, tmp_path):
     """Who changes the classes in the middle of a run loses nothing, and has metrics from there on."""
     fields = {"max_steps": 4, "seed": 1, "save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}

@@ -144,6 +144,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
             # A training that was interrupted, as in a notebook, leaves a generation that it began. Its rest would move
             # all later ones against the optimizer steps, so that samples are visited after an update.
             self._step, self._buffered_inputs = 0, None
+        for batch in self._buffered_inputs or []:  # TRL trains on its rest, and counts steps anew
+            batch.pop(ROLLOUT_STEP, None)
         return super().train(*args, **kwargs)
 
     def _during(self, under_way: Any) -> AbstractContextManager:
@@ -337,8 +339,9 @@ class RolloutCorrectionMixin(CorrectsBatches):
             self._record(corrected)
             coefficients = corrected.coefficients
         else:
-            anchor = batch.get(OLD_LOGPS, old)
-            coefficients = self._decoupled(anchor, batch, first)
+            known = batch.get(OLD_LOGPS, old)
+            anchor = current if known is None else known
+            coefficients = self._decoupled(anchor, batch, first, from_old=known is not None)
         if not self._settings.changes_loss:
             return logps
         if not self._gradient_checked and logps.requires_grad:
@@ -394,15 +397,22 @@ class RolloutCorrectionMixin(CorrectsBatches):
 
     def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
         """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""
-        if self._visited_before_update or not self.model.training:
-            return current if first else batch[FIRST_LOGPS].to(current.dtype)
+        if self._visited_before_update and not first:
+            kept: torch.Tensor = batch[FIRST_LOGPS]
+            return kept.to(current.dtype)
+        # TRL goes on with the rest of a generation after an interrupt, and its later generations see an update
+        present = self._visited_before_update and self._generated_step == self.state.global_step
+        if present or not self.model.training:
+            return current
         return batch.get(OLD_LOGPS)
 
-    def _decoupled(self, old: torch.Tensor, batch: dict[str, torch.Tensor], first: bool) -> torch.Tensor:
-        """Coefficients in decoupled mode, `(B, T)`."""
+    def _decoupled(
+        self, train_logps: torch.Tensor, batch: dict[str, torch.Tensor], first: bool, *, from_old: bool
+    ) -> torch.Tensor:
+        """Coefficients in decoupled mode, `(B, T)`. The policy is the old one, or the current one if it is unknown."""
         if COEFFICIENTS in batch or not first:
-            return batch[COEFFICIENTS] if COEFFICIENTS in batch else batch[FIRST_COEFFICIENTS].to(old.dtype)
-        corrected = self._correct_from(old, batch, from_old=True)
+            return batch[COEFFICIENTS] if COEFFICIENTS in batch else batch[FIRST_COEFFICIENTS].to(train_logps.dtype)
+        corrected = self._correct_from(train_logps, batch, from_old=from_old)
         self._record(corrected)
         if FIRST_COEFFICIENTS in batch:  # kept for later visits
             batch[FIRST_COEFFICIENTS].copy_(corrected.coefficients)
