@@ -25,6 +25,7 @@ from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTra
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.tools.analysis.run import read_run
+from trl_rollout_corr.tools.bands import ROUNDED
 from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
@@ -679,6 +680,12 @@ def test_a_quantised_sampler_is_known_by_what_the_engine_reports(maker, benchmar
     observed.settings = RolloutCorrectionConfig().settings
     of_unknown_age = diagnose(observed)._replace(fresh=False)
     assert headline(of_unknown_age) == f"{expected}the run corrects for it"
+    for times, certainty in ((0.8, "certain"), (1.2, "possible")):  # the largest gap of our runs with 8 bits
+        larger = read_tokens(maker.output / "int8_weights" / "906")
+        larger.about, larger.d = observed.about, larger.d * (times * ROUNDED["weights"] / observed.k3) ** 0.5
+        larger.rollout = larger.train - larger.d
+        assert (larger.k3 > ROUNDED["weights"]) == (times > 1)
+        assert [(x.name, sure(x)) for x in diagnose(larger).findings] == [("quantised", certainty)]
     grown = read_tokens(maker.output / "int8_weights" / "906")
     grown.about, grown.settings = observed.about, observed.settings
     grown.rollout = grown.rollout - 1.0 * (grown.step[grown.row] > 1)  # it grows: not the quantisation alone
@@ -1127,7 +1134,7 @@ def test_a_sampler_that_gets_no_weights_is_named(other_weights):
 
 
 def unannounced(row):
-    row.update(staleness=0)
+    row.update(staleness=0, lag=0)
 
 
 @pytest.mark.parametrize("steps", [range(1, 25), range(12, 25)])
@@ -1141,7 +1148,7 @@ def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_
     assert found[0].name == "stale"
     assert "rollout_step" in found[0].evidence.sentence
     assert found[0].evidence.numbers["rewarded"] > 0.2
-    of_one_age = rewritten(behind, tmp_path / "one age", lambda row: row.update(staleness=4, fresh=False), steps)
+    of_one_age = rewritten(behind, tmp_path / "one age", lambda row: row.update(staleness=4, lag=4), steps)
     assert of_one_age[0].name == "stale"
     assert evidence(of_one_age[0]).endswith("all samples are 4 optimizer steps old")
     assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]

@@ -14,10 +14,10 @@ from tests.launching import ROOT, benchmarks
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.tools.bands import HEALTHY
+from trl_rollout_corr.tools.bands import HEALTHY, ROUNDED
 from trl_rollout_corr.tools.monitor.examine import Examiner, examine, parse_bounds
 from trl_rollout_corr.tools.monitor.rules import BOUNDS, RULES, SILENCED
-from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE_K3, ROUNDED, fill
+from trl_rollout_corr.tools.monitor.texts import HUGE, LARGE_K3, fill
 from trl_rollout_corr.tools.monitor.windows import Course, Window
 
 

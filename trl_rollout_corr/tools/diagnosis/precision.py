@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..bands import ROUNDED
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
 from .growth import complete_at_once, first_step, growing
 from .observed import DumpedTokens
@@ -18,8 +19,6 @@ _DROPOUT = 0.075
 # Factor on the correlation of the log-ratios of one token where the gap exceeds rounding, and number of tokens from
 # which it applies
 _UNROUNDED, _MANY = 3.0, 1000
-# `k3_kl` up to which 8 bits certainly explain a gap. Tiny models showed 0.001 and 0.009, a pretrained one 0.045
-_QUANTISED = 0.03
 _COARSE = 0.5  # share of the trainer's different values below which the sampler's are rounded
 _GAUSSIAN_TAIL = 3.8  # percentile 99 over median of the size of a Gaussian number
 
@@ -157,7 +156,7 @@ def quantised(o: DumpedTokens) -> Evidence | None:
         "the engine reports quantised weights; |d| is {first} in the first step of the dump and {gap} over all steps"
     )
     steady = float(o.step.min() > 1 or complete_at_once(o))
-    most = 0.99 if o.k3 < _QUANTISED else POSSIBLE
+    most = 0.99 if o.k3 <= ROUNDED["weights"] else POSSIBLE  # above it, 8 bits seldom explain a gap
     return Evidence(steady, 1.0, {"first": first_step(o), "gap": rms(o.d[o.core])}, sentence, most=most)
 
 

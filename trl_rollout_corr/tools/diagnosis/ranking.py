@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ...settings.resolve import Settings
+from ..bands import ROUNDED
 from ..decision import Decision, decide, gap_of
 from ..monitor.rules import BOUNDS
 from ..run_facts import clips_by_trl
@@ -73,10 +74,6 @@ DIFFUSE = (
 )
 # Asked last, and however small the gap is
 LAST = (Stage(("other_draws",), floor=False),)
-
-
-# k3_kl up to which a gap without a cause is called as small as rounding, which gave this much in our runs
-_ROUNDING = 0.002
 
 
 class Finding(NamedTuple):
@@ -210,7 +207,7 @@ def _without_cause(o: DumpedTokens) -> str:
     """The verdict on a gap without a known cause: it need not have one if it is as small as rounding."""
     if not _matters(o):
         return "nothing"
-    return "small" if o.k3 <= _ROUNDING and o.size < LARGE else "unknown"
+    return "small" if o.k3 <= ROUNDED[""] and o.size < LARGE else "unknown"
 
 
 def _within(o: DumpedTokens, finding: Finding, without: Collection[str]) -> list[Finding]:

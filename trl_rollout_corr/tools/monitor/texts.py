@@ -5,6 +5,7 @@ from string import Formatter
 
 from ...messages import capitalized
 from ...settings.effects import distortions_of_sampler
+from ..bands import ROUNDED
 from ..decision import decide, in_words
 from ..formats import number, percent
 from ..run_facts import done_about_gap
@@ -17,8 +18,6 @@ FRESHER = (
 )
 MOMENTUM = "If it lasts, only momentum and weight decay still change the weights."
 
-# `k3_kl` in the first steps of our runs, by what their engine rounds to fewer than 16 bits
-ROUNDED = {"": 0.002, "cache": 0.05, "weights": 0.02}
 _ROUNDED = {
     "": f"bfloat16 gave {ROUNDED['']:g}",
     "cache": f"an FP8 KV cache gave up to {ROUNDED['cache']:g}",
