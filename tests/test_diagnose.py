@@ -1204,7 +1204,7 @@ def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(m
     diagnosis = diagnose(observed)
     assert (diagnosis.floor, diagnosis.healthy, diagnosis.findings[0].name) == (None, True, "rounding")
     assert "times" not in detail(diagnosis)
-    assert "bfloat16: up to 0.1 nats" in detail(diagnosis)
+    assert "bfloat16: rounding can explain a k3_kl of up to 0.005." in detail(diagnosis)
 
 
 # What is published --------------------------------------------------------------------------------------------------------

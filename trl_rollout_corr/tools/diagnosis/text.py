@@ -23,11 +23,15 @@ def headline(diagnosis: Diagnosis) -> str:
     """The answer in one line."""
     if diagnosis.verdict == "nothing":
         if diagnosis.decision.set:
-            return "No gap in this dump, but something unhealthy in its run"
+            return (
+                "Unhealthy run: this dump has no gap to correct, but an alarm or a lost gradient asks for a correction"
+            )
         return "Healthy: the gap is too small to correct"
     if diagnosis.verdict == "small":
         if diagnosis.decision.set:
-            return "A gap as small as rounding in this dump, but something unhealthy in its run"
+            return (
+                "Unhealthy run: the gap is as small as rounding, but an alarm or a lost gradient asks for a correction"
+            )
         few = " on too few tokens to say more" if diagnosis.n_tokens < FEW else ", and matches no known cause"
         return f"Healthy: the gap is as small as rounding{few}"
     if diagnosis.verdict == "unknown":
@@ -41,6 +45,11 @@ def headline(diagnosis: Diagnosis) -> str:
     return f"{kind}: {first.cause.title}"
 
 
+def _as_k3(size: float) -> str:
+    """A root mean square of the log-ratio as the `k3_kl` of a small gap: the only measure of a gap that texts name."""
+    return number(size**2 / 2)
+
+
 def _done_about_it(diagnosis: Diagnosis) -> str:
     if not diagnosis.corrects:
         return "the gap is small"
@@ -50,20 +59,19 @@ def _done_about_it(diagnosis: Diagnosis) -> str:
 def detail(diagnosis: Diagnosis) -> str:
     """The size of the gap, and the number of tokens that it was measured on."""
     parts = [
-        f"The root mean square of d is {number(diagnosis.size)} nats, k3_kl {number(diagnosis.k3)}, "
-        f"over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions."
+        f"k3_kl is {number(diagnosis.k3)} over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions."
     ]
     if diagnosis.floor is not None:
-        parts.append(f"This is {number(diagnosis.floor)} times the trainer's difference from itself.")
+        parts.append(f"Typically, d is {number(diagnosis.floor)} times the trainer's difference from itself.")
     if diagnosis.coarser:
         parts.append(
-            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: up to {LARGE:g} nats can be "
-            "rounding."
+            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: rounding can explain a k3_kl of up "
+            f"to {_as_k3(LARGE)}."
         )
     parts += diagnosis.where
     if diagnosis.verdict == "nothing":
         parts.append(
-            f"Below {FLOOR:g} nats, token weights change nothing. Weights of whole completions add up d over all "
+            f"Below a k3_kl of {_as_k3(FLOOR)}, token weights change nothing. Weights of whole completions add up d over all "
             "tokens, and may still change the step: look at `effective_lr`."
         )
     if diagnosis.healthy:
