@@ -422,6 +422,7 @@ IN_README = {
     "none": ["none"],
     "trl": ["trl", "trl_preset"],
     "token_truncate": ["trl_token_truncate", "trl_preset_token_truncate"],
+    "dppo_tv": ["dppo_tv"],
     "auto": ["auto"],
 }
 
