@@ -1073,7 +1073,7 @@ def test_the_table_tells_what_works_together(column):
     """Each cell of the table in docs/choosing.md begins with what happens, and names the values that are refused."""
     if column == "asynchronous" and not HAS_ASYNCHRONOUS:
         pytest.skip("no asynchronous trainer")
-    section = Path("docs/choosing.md").read_text().split("### What works together")[1].split("\nGSPO is")[0]
+    section = Path("docs/presets.md").read_text().split("## What works together")[1].split("\nGSPO is")[0]
     head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
     assert len(rows) == 7
     for row in rows:
