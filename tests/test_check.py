@@ -151,6 +151,24 @@ def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
 
 
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+@pytest.mark.parametrize("recipe", ["auto", "trl", "bypass_ppo_clip"])
+def test_a_file_that_fits_trainers_with_other_corrections_is_left_open(check, recipe):
+    """Their advice would contradict: one of them refuses what the others need."""
+    text = (ROOT / f"recipes/async_grpo/{recipe}.yaml").read_text()
+    code, report = check(text)
+    (remark,) = report["remarks"]
+    assert (code, report["correction"]) == (0, "")
+    assert remark.startswith(
+        "The file fits grpo, rloo and async_grpo, which correct differently. Name its trainer with"
+    )
+    for trainer, remarks in (("async_grpo", 0), ("grpo", 1)):
+        code, report = check(text, "--trainer", trainer)
+        assert (code, len(report["remarks"])) == (0, remarks)
+        assert report["correction"].startswith(recipe)
+    assert check(f"{text}use_vllm: true\n")[1]["correction"].startswith(recipe)
+
+
 def test_a_field_of_another_trainer_is_a_mistake(check):
     """Advice for GRPO, such as TRL's `token_truncate`, must not pass for RLOO, whose configuration refuses it."""
     text = "use_vllm: true\nrollout_correction: trl\nvllm_importance_sampling_mode: token_truncate\n"
@@ -229,6 +247,7 @@ def test_a_scheme_for_experts_alone_says_that_a_dense_model_is_not_rounded(check
         ("algorithm: {rollout_correction: {rollout_is: token}}\n", "verl"),
         ("trainer: {algorithm: {off_policy_correction: {tis_ratio_type: token}}}\n", "SkyRL"),
         ("base_model: m\nrl: grpo\ntrl: {use_vllm: true}\n", "Axolotl"),
+        ((ROOT / "recipes/accelerate/cpu.yaml").read_text(), "accelerate"),
     ],
 )
 def test_the_file_of_another_system_is_not_checked(tmp_path, capsys, text, system):
@@ -237,7 +256,7 @@ def test_the_file_of_another_system_is_not_checked(tmp_path, capsys, text, syste
     assert main(["check", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"these are settings of {system}, which no script of TRL reads" in line
-    assert (f"`trl-rollout-corr convert {path}`" in line) == (system != "Axolotl")
+    assert (f"`trl-rollout-corr convert {path}`" in line) == (system in ("verl", "SkyRL"))
 
 
 def test_marks_of_direction_are_written_out(tmp_path, capsys):

@@ -676,6 +676,17 @@ def test_the_line_of_a_run_says_what_is_done(fields, line):
 
 
 @quietly
+def test_the_line_of_a_run_with_trls_loss_names_what_is_not_its_default():
+    mode = "vllm_importance_sampling_mode"
+    for value, says in (
+        ("sequence_mask", "TRL's loss, unchanged"),
+        ("token_mask", f"TRL's loss with your `{mode}: token_mask`"),
+    ):
+        config = RolloutCorrectedGRPOConfig(**MACHINE, use_vllm=True, rollout_correction="trl", **{mode: value})
+        assert config.description.startswith(f"trl ({says}): each ")
+
+
+@quietly
 @pytest.mark.parametrize(
     ("correction", "ends"),
     [
@@ -961,6 +972,21 @@ def test_hints_about_names_lead_the_right_way(config_class, name, hint):
     machine = {} if config_class is RolloutCorrectionConfig else MACHINE
     with pytest.raises(TypeError, match=f"`{name}` is not a field of {config_class.__name__}.*{hint}"):
         config_class(**machine, **{name: "x"})
+
+
+@pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")
+@pytest.mark.parametrize(
+    ("correction", "clips"),
+    [("auto", False), ("decoupled_token_is", False), ("bypass_ppo_clip", True), ("trl", True), ("disabled", True)],
+)
+def test_in_asynchronous_training_a_decoupled_correction_clips_nothing(correction, clips):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trl_rollout_corr.RolloutCorrectedAsyncGRPOConfig(
+            **MACHINE, rollout_correction=correction, epsilon=0.1, epsilon_high=0.28
+        )
+    told = [x.message.field for x in caught if isinstance(x.message, SettingWarning)]
+    assert told == ([] if clips else ["epsilon", "epsilon_high"])
 
 
 @pytest.mark.skipif(not HAS_ASYNCHRONOUS, reason="TRL's asynchronous trainer does not import")

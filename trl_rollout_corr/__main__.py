@@ -26,6 +26,10 @@ from .tools.formats import visible
 
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_RUN = (
+    "folder of a run (`output_dir`), a trainer_state.json, a dump (the folder of `rollout_dump_dir`, or one of its "
+    "files), or what a tracker kept (`trl-rollout-corr docs run#a-run-without-a-dump`)"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_convert(commands: _Commands) -> None:
     command = commands.add_parser(
         "convert",
-        help="translate settings of verl, SkyRL or TRL into YAML of this package",
+        help="translate settings of verl, SkyRL, TRL or Axolotl into YAML of this package",
         description="Translate the settings of verl, SkyRL, TRL or Axolotl, and print YAML of this package and of "
         "TRL. A warning names each setting that is left out. In a training script of verl, put `trl-rollout-corr "
         "convert` in the place of `python3 -m verl.trainer.main_ppo`.",
@@ -135,8 +139,7 @@ def _add_report(commands: _Commands) -> None:
     command.add_argument(
         "source",
         nargs="+",
-        help="folder of a run (`output_dir`), a trainer_state.json, or a dump (the folder of `rollout_dump_dir`, or "
-        "one of its files); or two of these",
+        help=f"{_RUN}; or two of these",
     )
     output = "file to write: .html for the page, .png for its state and main curves (default: report.html)"
     command.add_argument("-o", "--output", default="report.html", help=output)
@@ -172,16 +175,18 @@ def _add_diagnose(commands: _Commands) -> None:
     command = commands.add_parser(
         "diagnose",
         help="name the cause of the gap between sampler and trainer, and its remedy",
-        description="Find the cause of the gap between sampler and trainer from the completions in a dump. Print how "
-        "strong the evidence is, which share of the gap the cause explains, and what to do. Exit code 0: "
+        description="Find the cause of the gap between sampler and trainer from the completions in a dump, or what is "
+        "suspect in the log of any run of TRL. Print how strong the evidence is, and what to do. Exit code 0: "
         "there is nothing to do, 1: there is something to do or to find out, 2: the input cannot be used.",
         allow_abbrev=False,
     )
     command.add_argument(
-        "dump", help="folder of `rollout_dump_dir`, one of its files, or the folder of a run with a dump in it"
+        "source",
+        metavar="run",
+        help=_RUN,
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_diagnose, subject="dump")
+    command.set_defaults(run=_diagnose, subject="source")
 
 
 def _add_probe(commands: _Commands) -> None:
@@ -299,7 +304,7 @@ def _compare(args: argparse.Namespace) -> str:
 def _diagnose(args: argparse.Namespace) -> str:
     from .tools.diagnosis.command import diagnose_source
 
-    text, healthy = diagnose_source(args.dump, as_json=args.json)
+    text, healthy = diagnose_source(args.source, as_json=args.json)
     args.code = 0 if healthy else 1
     return text
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..messages import warn_idle
 from ..settings.resolve import Settings
 from ..trainers.trl_checks import (
     Check,
@@ -47,6 +48,19 @@ def check_asynchronous(config: Any, settings: Settings) -> None:
         )
 
 
+def warn_about_idle_clipping(config: Any, settings: Settings) -> None:
+    """Warn about bounds of PPO's ratio where the correction is decoupled: each sample is visited once."""
+    if not settings.changes_loss or settings.mode != "decoupled":
+        return
+    reason = (
+        "PPO's ratio is always 1 with this correction, because a sample is trained on once. Remove it, or to clip "
+        "around vLLM set `rollout_correction` to trl or bypass_ppo_clip"
+    )
+    for name in ("epsilon", "epsilon_high"):
+        if (value := getattr(config, name)) != getattr(type(config), name):
+            warn_idle(name, value, reason)
+
+
 CHECKS: list[Check] = [
     check_asynchronous,
     check_names_of_bounds,
@@ -54,4 +68,5 @@ CHECKS: list[Check] = [
     warn_about_engine_kwargs,
     warn_about_effects,
     warn_about_clipping,
+    warn_about_idle_clipping,
 ]

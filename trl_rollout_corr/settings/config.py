@@ -178,8 +178,7 @@ class RolloutCorrectionConfig:
         chosen = settings.rollout_correction != DEFAULT or "rollout_correction" in self.given
         is_default = settings.changes_loss and not chosen
         keeps = " This is the default; `rollout_correction: trl` keeps TRL's loss." if is_default else ""
-        level = vars(self).get("importance_sampling_level")  # a field of GRPO alone
-        return f"{settings_in_words(settings, level=level)}{keeps}"
+        return f"{settings_in_words(settings, vars(self))}{keeps}"
 
     def check(self) -> Settings:
         """

@@ -1,10 +1,12 @@
 """Settings in effect in a few sentences. No torch."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..messages import capitalized
 from .criteria import Criterion
+from .of_trl import given_to_trl
 from .presets import UNSET
 from .resolve import Settings
 from .thresholds import is_by_sign
@@ -27,29 +29,39 @@ _CLIPPING = {
 _GSPO = "with GSPO, a completion gets the mean of its tokens' factors, where a rejected token counts 0"
 
 
-def settings_in_words(settings: Settings, *, level: str | None = None) -> str:
+def settings_in_words(settings: Settings, fields: Mapping[str, Any] | None = None) -> str:
     """
     At most three sentences about settings: the preset and its weights, rejected tokens, and the mode. With weights and
-    rejection, none says that PPO clips as in TRL. `level` is TRL's `importance_sampling_level`.
+    rejection, none says that PPO clips as in TRL. `fields` are those of TRL, by name.
     """
+    fields = fields or {}
     parts = [_weights_in_words(settings)] if settings.bounding is not None else []
     parts += [_rejection_in_words(settings)] if settings.criteria else []
-    shares_gradient = level == "sequence" and bool(settings.acting_on_parts)
+    shares_gradient = fields.get("importance_sampling_level") == "sequence" and bool(settings.acting_on_parts)
     is_short = len(parts) == 1 and not shares_gradient
     mode = [_CLIPPING[settings.mode]] if settings.bypass_mode or is_short else []
     mode += [_GSPO] if shares_gradient else []
     first, *rest = [*parts, *(["; ".join(mode)] if mode else [])] or ["no correction"]
-    head = _head(settings)
+    head = _head(settings, fields)
     sentences = [f"{head}: {first}" if head else first, *map(capitalized, rest)]
     return " ".join(f"{sentence}." for sentence in sentences)
 
 
-def _head(settings: Settings) -> str:
+def _head(settings: Settings, fields: Mapping[str, Any]) -> str:
     """Name of the preset, and in brackets if the loss is not its own; empty without both."""
     changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
     name = f"{settings.rollout_correction}{changes}" if settings.rollout_correction else ""
-    loss = "measured only" if settings.rollout_metrics_only else "TRL's loss, unchanged" if settings.by_trl else ""
+    loss = (
+        "measured only" if settings.rollout_metrics_only else _loss_of_trl(settings, fields) if settings.by_trl else ""
+    )
     return f"{name} ({loss})" if name and loss else name or loss
+
+
+def _loss_of_trl(settings: Settings, fields: Mapping[str, Any]) -> str:
+    """TRL's loss is that of its default only with the fields of its default."""
+    yours = given_to_trl(fields) if settings.bounding is not None else {}
+    listed = ", ".join(f"`{name}: {value}`" for name, value in yours.items())
+    return f"TRL's loss with your {listed}" if yours else "TRL's loss, unchanged"
 
 
 def _weights_in_words(settings: Settings) -> str:

@@ -26,6 +26,10 @@ from .translation.setting_files import lines_of, read_document, read_file, with_
 
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
 _MISSPELT = 0.8  # similarity from which a name counts as misspelt, and not as the user's own
+_REMEDIES = {
+    "Axolotl": "Axolotl checks them itself: `axolotl train`",
+    "accelerate": "Give the file to `accelerate launch --config_file`",
+}
 _TRAINERS = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}
 
 
@@ -123,16 +127,23 @@ def _check_settings(
 ) -> tuple[str, bool]:
     if problem := _problem_of_trl():
         raise SelfContainedError(problem)
+    fitting = [trainer] if trainer else _fitting(settings)
     guessed = "" if trainer else " (name another one with --trainer)"
-    trainer = trainer or max(_TRAINERS, key=lambda name: len(settings.keys() & _fields(_config_class(name))))
+    trainer = fitting[0]
+    is_open = len(fitting) > 1 and "async_grpo" in fitting  # the others demand what this one refuses
     mistakes, remarks = _unknown_names(settings, trainer)
     config, refused, warned = _build(_config_class(trainer), settings)
     mistakes += refused
     remarks += [*warned, *_repeated_defaults(config, settings), *_unknown_loss(config)]
-    correction = "" if config is None else config.description
+    correction = "" if config is None or is_open else config.description
+    if is_open:
+        remarks.append(
+            f"The file fits {', '.join(fitting[:-1])} and {fitting[-1]}, which correct differently. Name its trainer "
+            "with --trainer: async_grpo refuses `use_vllm`, and the others need `use_vllm: true`."
+        )
     if config is not None and trainer != "async_grpo":
         mistakes += _refused_by_trainer(config, settings)
-        remarks += _warned_about_sampler(config, trainer, given="use_vllm" in settings)
+        remarks += [] if is_open else _warned_about_sampler(config, trainer, given="use_vllm" in settings)
         remarks += _rounding_of_experts(config.rollout_engine_kwargs or {})
     mistakes = [*of_keys, *(with_line(mistake, places) for mistake in mistakes)]
     if as_json:
@@ -145,6 +156,12 @@ def _check_settings(
     without = " without these mistakes" if mistakes else ""
     lines += [f"Correction{without}: {correction}"] if correction else []
     return "\n".join(lines) + "\n", not mistakes
+
+
+def _fitting(settings: Mapping[str, Any]) -> list[str]:
+    """The trainers that know most keys of a file."""
+    known = {name: len(settings.keys() & _fields(_config_class(name))) for name in _TRAINERS}
+    return [name for name in _TRAINERS if known[name] == max(known.values())]
 
 
 def _unknown_names(settings: Mapping[str, Any], trainer: str) -> tuple[list[str], list[str]]:
@@ -176,9 +193,7 @@ def _read(path: str) -> tuple[dict[str, Any], list[str], dict[str, int]]:
     if not isinstance(settings, dict) or node is None:
         raise SelfContainedError(f"{path}: a file must have one setting in each line, such as `learning_rate: 1e-6`.")
     if system := system_of(settings):
-        remedy = f"`trl-rollout-corr convert {path}` translates them"
-        if system == "Axolotl":
-            remedy = "Axolotl checks them itself: `axolotl train`"
+        remedy = _REMEDIES.get(system, f"`trl-rollout-corr convert {path}` translates them")
         raise SelfContainedError(f"{path}: these are settings of {system}, which no script of TRL reads. {remedy}.")
     places = lines_of(node)
     given: dict[str, list[int]] = {}

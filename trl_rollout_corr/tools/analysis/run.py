@@ -56,7 +56,7 @@ def _read(path: Path, name: str) -> Run:
         dump = open_dump(path, _COLUMNS)
         settings = settings_of_run(dump.settings)
         if settings is not None:
-            about["correction"] = settings_in_words(settings, level=dump.settings.get("importance_sampling_level"))
+            about["correction"] = settings_in_words(settings, dump.settings)
         damage += [*dump.damage, *complaints_about(dump.settings)]
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")

@@ -65,14 +65,14 @@ def detail(diagnosis: Diagnosis) -> str:
         parts.append(f"Typically, d is {number(diagnosis.floor)} times the trainer's difference from itself.")
     if diagnosis.coarser:
         parts.append(
-            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: rounding can explain a k3_kl of up "
-            f"to {_as_k3(LARGE)}."
+            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: rounding can explain a k3_kl of "
+            f"up to {_as_k3(LARGE)}."
         )
     parts += diagnosis.where
     if diagnosis.verdict == "nothing":
         parts.append(
-            f"Below a k3_kl of {_as_k3(FLOOR)}, token weights change nothing. Weights of whole completions add up d over all "
-            "tokens, and may still change the step: look at `effective_lr`."
+            f"Below a k3_kl of {_as_k3(FLOOR)}, token weights change nothing. Weights of whole completions add up d over "
+            "all tokens, and may still change the step: look at `effective_lr`."
         )
     if diagnosis.healthy:
         parts.append(_unseen(diagnosis))

@@ -94,7 +94,7 @@ def _course(alarm: Alarm, log: pd.DataFrame) -> str:
     name = f"`{key.removeprefix(PREFIX)}`"
     if worst == last:
         return "" if worst == first else f"At last, {name} is {last}, its worst value."
-    return f"At worst, {name} is {worst} (step {at}), and at last {last}."
+    return f"At worst, {name} is {worst} (step {at}), and {last} at the end."
 
 
 _SPAN = 20  # one in this many windows is averaged at each end of a fall

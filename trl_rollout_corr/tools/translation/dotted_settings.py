@@ -83,4 +83,6 @@ def system_of(content: Mapping[str, Any]) -> str:
         return "SkyRL"
     if any(name.startswith((*ONLY_VERL, "algorithm.rollout_correction")) for name in settings):
         return "verl"
+    if "compute_environment" in content or "distributed_type" in content:
+        return "accelerate"
     return "Axolotl" if "base_model" in content and isinstance(content.get("trl"), Mapping) else ""
