@@ -2,7 +2,7 @@
 Watch a stale sampler ruin a run, and rollout correction rescue it. Minutes on a laptop's CPU, nothing to download.
 
     make quickstart                                            # corrected
-    make quickstart ARGS="--rollout_correction disabled"       # TRL's loss, with the same sampler
+    make quickstart ARGS="--rollout_correction disabled"       # no correction, with the same sampler
     make quickstart ARGS="--compare"                           # both, one after the other
     make quickstart ARGS="--trainer rloo --rollout_correction bypass_pg_is"
     make quickstart ARGS="--trainer async_grpo"                # a sampler that is behind by itself (`async_sorting.py`)

@@ -387,7 +387,10 @@ def test_the_calculated_weights_are_those_of_normal_log_ratios(fields, length):
     ("fields", "told"),
     [
         ({}, "of its loss on average"),
-        ({"rollout_is_batch_normalize": True}, "tell no more than"),  # their mean is 1, but few of them count
+        (
+            {"rollout_is_batch_normalize": True},
+            "the effective sample size of completions",
+        ),  # their mean is 1, but few of them count
         ({"rollout_correction": None, "bypass_mode": True, "rollout_loss_type": "ppo_clip"}, ""),  # only reported
     ],
 )

@@ -1010,7 +1010,7 @@ def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):
         ({TRL + "clip_max": 4.0, "max_completion_length": 16384}, r"keeps 1\.1 % to less than 0\.1 % of its loss"),
         (
             {TRL + "clip_max": None, "max_completion_length": 8192},
-            r"100 of `max_completion_length` \(8,192 tokens\) tell no more than one",
+            r"the effective sample size of completions of `max_completion_length` \(8,192 tokens\) is less than 0\.1 %",
         ),
         (
             {"rollout_correction": "decoupled_seq_is", "max_completion_length": 4096},

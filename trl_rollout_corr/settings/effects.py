@@ -222,8 +222,10 @@ def _lost_weight(bounding: Bounding, length: float) -> str:
     if not bounding.normalized and bounding.upper < inf and means[0] < _SMALL_WEIGHT:
         return f"one {_longest(length)} keeps {_percent(means[0])} to {_percent(means[1])} of its loss on average."
     if sizes[0] < _FEW:
-        many = f"{100 * sizes[0]:.0f}" if sizes[0] >= 0.015 else "one"
-        return f"100 {_longest(length)} tell no more than {many}, because a few large weights outweigh the others."
+        return (
+            f"the effective sample size of completions {_longest(length)} is {_percent(sizes[0])}, because a few large "
+            "weights outweigh the others."
+        )
     return ""
 
 

@@ -71,8 +71,8 @@ def detail(diagnosis: Diagnosis) -> str:
     parts += diagnosis.where
     if diagnosis.verdict == "nothing":
         parts.append(
-            f"Below a k3_kl of {_as_k3(FLOOR)}, token weights change nothing. Weights of whole completions add up d over "
-            "all tokens, and may still change the step: look at `effective_lr`."
+            f"Below a k3_kl of {_as_k3(FLOOR)}, token weights change nothing. Weights of whole completions add up d "
+            "over all tokens, and may still change the step: look at `effective_lr`."
         )
     if diagnosis.healthy:
         parts.append(_unseen(diagnosis))
