@@ -12,7 +12,6 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
 from pathlib import Path
 
 import trl_rollout_corr
@@ -95,8 +94,10 @@ IN_ORDER = sorted(BOUNDS.values(), key=lambda bound: (bound.severity != "critica
 
 
 def alarms(table: str) -> str:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))["alarms"]
+
     def cells(name: str) -> dict[str, str]:
-        bound = BOUNDS[name]
+        bound, raised = BOUNDS[name], record.get(name, {})
         metric = f"`{bound.key}`{'*' if bound.measure else ''}"
         most = "1" if bound.patience == 1 else f"{bound.patience // 2 + 1} of {bound.patience}"
         return {
@@ -104,6 +105,8 @@ def alarms(table: str) -> str:
             "severity": bound.severity,
             "limit": "off" if _is_off(bound) else f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
             "steps": f"{bound.patience} in a row" if bound.lasting else f"{most}{_at_once(bound)}",
+            "in healthy runs": str(raised.get("corrected") or "")
+            or (f"{raised['uncorrected']}, uncorrected" if raised.get("uncorrected") else "none"),
         }
 
     return completed(table, cells, [bound.name for bound in IN_ORDER])
@@ -196,10 +199,13 @@ WHEN = {
 
 def decisions(_: str) -> str:
     """The answers of `trl_rollout_corr/tools/decision.py`. The first one that fits counts."""
-    lines = []
-    for answer, rows in groupby(ROWS, key=_answer):
-        when = "; or ".join(" and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise" for row in rows)
-        lines.append([when, answer or "leave the settings as they are"])
+    lines = [
+        [
+            " and ".join(WHEN[pair] for pair in row.when.items()) or "otherwise",
+            _answer(row) or "leave the settings as they are",
+        ]
+        for row in ROWS
+    ]
     of_trl = yaml_lines(OTHER_OF_TRL.set).strip()
     lines[-1][1] += (
         f"; in GRPO with TRL's weights of whole completions and an up-to-date vLLM, `{of_trl}` is level with it"
@@ -270,7 +276,10 @@ def _of_preset(name: str) -> dict[str, str]:
     rejection = ", ".join(map(_rule, settings.criteria, settings.rollout_rs_threshold or []))
     bound = settings.rollout_is_threshold
     pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []
-    bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"
+    if is_by_sign(bound):
+        bound = "; ".join(map(_side, pairs, ("negative", "positive")))
+    else:
+        bound = " or ".join(f"[{low:g}, {high:g}]" for low, high in pairs) or f"{bound:g}"
     return {
         "preset": f"`{name}`",
         "weights": settings.rollout_is or "-",
@@ -278,6 +287,11 @@ def _of_preset(name: str) -> dict[str, str]:
         "rejection": rejection or "-",
         "mode": f"bypass, {settings.rollout_loss_type}" if settings.bypass_mode else "decoupled",
     }
+
+
+def _side(pair: list[float], sign: str) -> str:
+    low, high = pair
+    return f"{f'{high:g}' if low == high else f'at most {high:g}'} where the advantage is {sign}"
 
 
 def _rule(criterion: Criterion, bounds: float | list[float]) -> str:

@@ -61,7 +61,7 @@ def test_a_misspelt_name_gets_the_nearest(capsys):
     assert main(["docs", "pushes#weights-dont-arrive"]) == 2
     assert "Did you mean 'weights-do-not-arrive'?" in capsys.readouterr().err
     assert main(["docs", "run#zzz"]) == 2
-    assert "Its sections are look-at-a-run, a-run-without-a-dump, dump," in capsys.readouterr().err
+    assert "Its sections are looking-at-a-run, a-run-without-a-dump, dump," in capsys.readouterr().err
 
 
 def test_words_find_their_section_first(capsys):
