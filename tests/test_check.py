@@ -311,7 +311,7 @@ def test_nothing_of_vllm_is_among_the_errors(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ended.stderr.startswith(SIGN.format(path))
     assert "Triton" not in ended.stdout + ended.stderr
-    assert ended.stdout.startswith("error: line 2: `rollout_engine_kwargs` has 'quantisation'")
+    assert ended.stdout.startswith("error: line 2: `rollout_engine_kwargs` for 'quantisation' is 'fp8'")
     assert ended.returncode == 1
 
 

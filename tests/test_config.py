@@ -993,9 +993,9 @@ def test_in_asynchronous_training_a_decoupled_correction_clips_nothing(correctio
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_staleness": -1}, r"`max_staleness` is -1, and must be 0 or more"),
-        ({"weight_sync_steps": 0}, r"`weight_sync_steps` is 0, and must be 1 or more"),
-        ({"temperature": 0.0}, r"`temperature` is 0.0, and must be a number of at least 0.01"),
+        ({"max_staleness": -1}, r"`max_staleness` must be 0 or more, got -1"),
+        ({"weight_sync_steps": 0}, r"`weight_sync_steps` must be 1 or more, got 0"),
+        ({"temperature": 0.0}, r"`temperature` must be a number of at least 0.01, got 0.0"),
     ],
 )
 def test_what_an_asynchronous_run_cannot_follow_is_refused(fields, message):

@@ -43,7 +43,7 @@ COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu"
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_what_is_decided_elsewhere_is_refused_with_the_reason(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"has '{name}', which is set elsewhere: .+ Remove it"):
+    with pytest.raises(ValueError, match=rf"for '{name}' is 1, which is set elsewhere: .+ Remove it"):
         RolloutCorrectedGRPOConfig(str(tmp_path), **COLOCATED, rollout_engine_kwargs={name: 1})
 
 
@@ -60,7 +60,7 @@ def test_arguments_of_another_engine_warn(tmp_path, fields, reason):
 @pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
 def test_arguments_that_vllm_does_not_have_are_refused_before_it_starts(tmp_path, config_class):
     fields = {"output_dir": str(tmp_path), **COLOCATED}
-    message = r"'enforce_egaer', which is not an engine argument of vLLM \d.* Did you mean 'enforce_eager'\?"
+    message = r"for 'enforce_egaer' is True, and no engine argument of vLLM \d.* Did you mean 'enforce_eager'\?"
     with pytest.raises(ValueError, match=message):
         config_class(**fields, rollout_engine_kwargs={"enforce_egaer": True})
     with warnings.catch_warnings():
@@ -162,7 +162,7 @@ print(trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids.ne(-1).
 @pytest.mark.parametrize("config_class", [RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig])
 def test_what_breaks_the_trainer_in_the_process_of_both_is_refused(tmp_path, monkeypatch, config_class):
     fields = {"output_dir": str(tmp_path), **SHARED}
-    with pytest.raises(ValueError, match=r"`vllm_model_impl` is 'transformers' .*forward pass of the trainer fails"):
+    with pytest.raises(ValueError, match=r"`vllm_model_impl` is 'transformers', .*forward pass of the trainer fails"):
         config_class(**fields, vllm_model_impl="transformers")
     config_class(**{**fields, "vllm_mode": "server"}, vllm_model_impl="transformers")
     for value, refused in (("0", False), ("1", True)):

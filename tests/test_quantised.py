@@ -17,6 +17,7 @@ from tests.asynchronous import parts_for_a_cpu
 from tests.launching import output_of, serving
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, losing, messages
+from trl_rollout_corr.messages import SettingError
 from trl_rollout_corr.tools import quantised_engine as engine
 from trl_rollout_corr.tools.arrival.server import read_server, score_on_server
 from trl_rollout_corr.tools.quantised_engine import build_quantised, check_scheme
@@ -186,7 +187,7 @@ def test_a_server_quantises_weights_that_come_through_files(make, tiny_model_pat
 
 def test_an_unknown_scheme_is_refused_with_the_nearest_name():
     with pytest.raises(
-        ValueError, match=r"`quantization: fp8_per_chanel`, which is not a scheme .*Did you mean 'fp8_per_channel'"
+        SettingError, match=r"'quantization' must be a scheme .*, got 'fp8_per_chanel'.*Did you mean 'fp8_per_channel'"
     ):
         check_scheme("fp8_per_chanel", {})
 
@@ -209,9 +210,8 @@ def test_a_scheme_without_kernel_is_refused_with_those_that_work(make, tiny_mode
     if not without:
         pytest.skip("This machine has kernels for all schemes.")
     kwargs = {**QUANTISED["rollout_engine_kwargs"], "quantization": without[0]}
-    with pytest.raises(
-        ValueError, match=rf"`quantization: {without[0]}`, for which this vLLM has no kernel .*'{SCHEME}'"
-    ):
+    message = rf"for 'quantization' is '{without[0]}', for which this vLLM has no kernel .*'{SCHEME}'"
+    with pytest.raises(SettingError, match=message):
         build_checked(*TRAINERS["grpo"], tiny_model_path, tmp_path, **{**QUANTISED, "rollout_engine_kwargs": kwargs})
 
 

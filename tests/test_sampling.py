@@ -62,14 +62,14 @@ def test_neutral_settings_are_silent(config_class, fields, tmp_path):
 @both_trainers
 @pytest.mark.parametrize("temperature", [0, -1.0, 0.001, math.nan, math.inf])
 def test_temperatures_of_which_vllm_has_another_distribution_are_refused(config_class, temperature, tmp_path):
-    with pytest.raises(ValueError, match=r"`temperature` is .* must be a number of at least 0.01"):
+    with pytest.raises(ValueError, match=r"`temperature` must be a number of at least 0.01, got "):
         config_class(**config_fields(tmp_path, use_vllm=True, temperature=temperature))
 
 
 @both_trainers
 def test_misspelt_options_of_sampling_are_refused_before_vllm_starts(config_class, tmp_path):
     fields = config_fields(tmp_path, use_vllm=True, generation_kwargs={"min_token": 3})
-    with pytest.raises(ValueError, match=r"`generation_kwargs` has 'min_token', .* Did you mean 'min_tokens'\?"):
+    with pytest.raises(ValueError, match=r"`generation_kwargs` for 'min_token' is 3, .* Did you mean 'min_tokens'\?"):
         config_class(**fields)
     with pytest.warns(UserWarning, match="Did you mean 'min_tokens'.*If the vLLM of your server knows it"):
         config_class(**fields, vllm_mode="server")
@@ -85,10 +85,10 @@ def test_one_seed_for_all_completions_is_warned_about(config_class, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"temperature": 0.7}, r"`generation_kwargs` sets a temperature of 0.7 while `temperature` is 1.0"),
-        ({"logprobs": None}, r"sets `logprobs` to None, which must be 0"),
-        ({"logprobs": 5}, r"sets `logprobs` to 5, which must be 0"),
-        ({"n": 2}, r"sets `n` to 2, which must be 1"),
+        ({"temperature": 0.7}, r"for 'temperature' is 0.7, .* scored with `temperature`, which is 1.0"),
+        ({"logprobs": None}, r"for 'logprobs' must be 0, got None"),
+        ({"logprobs": 5}, r"for 'logprobs' must be 0, got 5"),
+        ({"n": 2}, r"for 'n' must be 1, got 2"),
     ],
 )
 def test_what_breaks_the_ratio_is_refused(config_class, overrides, message, tmp_path):

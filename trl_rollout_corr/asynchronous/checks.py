@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..messages import warn_idle
+from ..messages import SettingError, warn_idle
 from ..settings.resolve import Settings
 from ..trainers.trl_checks import (
     Check,
@@ -19,32 +19,32 @@ def check_asynchronous(config: Any, settings: Settings) -> None:
     """Refuse settings that an asynchronous run cannot follow."""
     for name, least in (("max_staleness", 0), ("weight_sync_steps", 1)):
         if getattr(config, name, least) < least:
-            raise ValueError(f"`{name}` is {getattr(config, name)}, and must be {least} or more.")
+            raise SettingError(name, getattr(config, name), allowed=f"{least} or more")
     if settings.rollout_rs_exclude_from_baseline:
-        raise ValueError(
-            "`rollout_rs_exclude_from_baseline` is True, but in an asynchronous run the rollout worker computes "
-            "rewards and baselines before the trainer gets a sample, when rejections are not known yet. Set it to "
-            "False."
+        raise SettingError(
+            "rollout_rs_exclude_from_baseline",
+            True,
+            "but in an asynchronous run the rollout worker computes rewards and baselines before the trainer gets a "
+            "sample, when rejections are not known yet",
+            remedy="Set it to False.",
         )
     if settings.rollout_support is not None:
-        raise ValueError(
-            f"`rollout_support` is {settings.rollout_support!r}, which needs a colocated vLLM, and an asynchronous "
-            "run uses a server. Set it to None."
-        )
+        reason = "which needs a colocated vLLM, and an asynchronous run uses a server"
+        raise SettingError("rollout_support", settings.rollout_support, reason, remedy="Set it to None.")
     if settings.rollout_routing is not None:
-        raise ValueError(
-            "`rollout_routing` is 'replay', but the rollout worker of an asynchronous run drops the routes of the "
-            "sampler. Set it to None."
-        )
+        reason = "but the rollout worker of an asynchronous run drops the routes of the sampler"
+        raise SettingError("rollout_routing", settings.rollout_routing, reason, remedy="Set it to None.")
     budget = getattr(config, "token_budget", None)  # newer releases of TRL lack it
     packs = budget is None or budget > 0  # a row holds as many completions as fit
     fewest = config.world_size * (1 if packs else config.per_device_train_batch_size)
     if normalizes_over(settings, "sequence", "geometric") and fewest == 1:
-        raise ValueError(
-            "`rollout_is_batch_normalize` is True, and in an asynchronous run the mean is over the micro-batch of all "
-            f"ranks, which {'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be "
-            "1. Set `token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or "
-            "`rollout_is_batch_normalize` to False."
+        raise SettingError(
+            "rollout_is_batch_normalize",
+            True,
+            "and in an asynchronous run the mean is over the micro-batch of all ranks, which "
+            f"{'with this `token_budget` may be' if packs else 'is'} one completion: its weight would be 1",
+            remedy="Set `token_budget` to 0 and `per_device_train_batch_size` to 2 or more, or "
+            "`rollout_is_batch_normalize` to False.",
         )
 
 

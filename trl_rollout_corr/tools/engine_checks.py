@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from trl.generation import vllm_generation
 
-from ..messages import nearest, warn, warn_idle
+from ..messages import SettingError, nearest, warn, warn_idle
 from ..settings.resolve import Settings
 from ..trainers.versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
@@ -61,11 +61,10 @@ _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def check_reserved(kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that TRL or rollout correction sets."""
-    for name in kwargs:
+    for name, value in kwargs.items():
         if name in RESERVED:
-            raise ValueError(
-                f"`rollout_engine_kwargs` has {name!r}, which is set elsewhere: {RESERVED[name]}. Remove it."
-            )
+            reason = f"which is set elsewhere: {RESERVED[name]}"
+            raise SettingError("rollout_engine_kwargs", value, reason, remedy="Remove it.", part=f"for {name!r}")
 
 
 def check_names(kwargs: Mapping[str, object]) -> None:
@@ -73,10 +72,9 @@ def check_names(kwargs: Mapping[str, object]) -> None:
     engine = getattr(vllm_generation, "LLM", None)  # missing without vLLM, for which TRL raises its own error
     known = None if engine is None else known_arguments(engine)
     if known is not None and (unknown := [name for name in kwargs if name not in known]):
-        raise ValueError(
-            f"`rollout_engine_kwargs` has {unknown[0]!r}, which is not an engine argument of vLLM {_version()}."
-            f"{nearest(unknown[0], known)}"
-        )
+        name, remedy = unknown[0], nearest(unknown[0], known).strip()
+        reason = f"and no engine argument of vLLM {_version()} has this name"
+        raise SettingError("rollout_engine_kwargs", kwargs[name], reason, remedy=remedy, part=f"for {name!r}")
 
 
 def known_arguments(engine: Callable[..., Any]) -> set[str] | None:
@@ -99,12 +97,11 @@ def check_values(kwargs: Mapping[str, object]) -> None:
         if known is None or not isinstance(value, str) or value in known:
             continue
         alike = [other for other in known if value.lower() in other] or get_close_matches(value, known, 1)
-        hint = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else f" It takes {', '.join(known)}."
+        hint = f"Did you mean {' or '.join(map(repr, alike))}?" if alike else f"It takes {', '.join(known)}."
         what = "scheme" if name == "quantization" else f"`{name}`"
         scheme = " `trl-rollout-corr docs models#which-scheme` says where each works." if what == "scheme" else ""
-        raise ValueError(
-            f"`rollout_engine_kwargs` has {name!r}: {value!r}, which is no {what} of vLLM {_version()}.{hint}{scheme}"
-        )
+        reason = f"which is no {what} of vLLM {_version()}"
+        raise SettingError("rollout_engine_kwargs", value, reason, remedy=f"{hint}{scheme}", part=f"for {name!r}")
 
 
 def known_schemes() -> list[str] | None:
@@ -214,31 +211,28 @@ def check_sampling(kwargs: Mapping[str, Any], *, colocated: bool) -> None:
     known = known_sampling_options()
     if known is None or not (unknown := [name for name in kwargs if name not in known]):
         return
-    reason = f"which is not an option of vLLM's `SamplingParams`.{nearest(unknown[0], known)}"
-    message = f"`generation_kwargs` has {unknown[0]!r}, {reason}"
+    field, name, remedy = "generation_kwargs", unknown[0], nearest(unknown[0], known).strip()
+    reason = "and no option of vLLM's `SamplingParams` has this name"
+    error = SettingError(field, kwargs[name], reason, remedy=remedy, part=f"for {name!r}")
     if colocated:
-        raise ValueError(message)
-    warn(f"{message} If the vLLM of your server knows it, ignore this.", "generation_kwargs")
+        raise error
+    warn(f"{error} If the vLLM of your server knows it, ignore this.", field)
 
 
 def check_generation_kwargs(config: Any) -> None:
     """Refuse arguments that make vLLM return log-probabilities of another distribution than it samples from."""
     if not config.use_vllm:
         return
-    overrides = config.generation_kwargs or {}
-    if overrides.get("temperature", config.temperature) != config.temperature:
-        raise ValueError(
-            f"`generation_kwargs` sets a temperature of {overrides['temperature']} while `temperature` is "
-            f"{config.temperature}: tokens would be sampled with the first and scored with the second. Set "
-            "`temperature` alone."
-        )
+    field, overrides = "generation_kwargs", config.generation_kwargs or {}
+    value = overrides.get("temperature", config.temperature)
+    if value != config.temperature:
+        reason = f"tokens would be sampled with it and scored with `temperature`, which is {config.temperature}"
+        raise SettingError(field, value, reason, remedy="Set `temperature` alone.", part="for 'temperature'")
     for name, needed in (("logprobs", 0), ("n", 1)):
         value = overrides.get(name, needed)
         if type(value) is not int or value != needed:
-            raise ValueError(
-                f"`generation_kwargs` sets `{name}` to {value!r}, which must be {needed}: rollout correction needs "
-                "one log-probability of every sampled token. Remove it."
-            )
+            reason = "rollout correction needs one log-probability of every sampled token"
+            raise SettingError(field, value, reason, allowed=str(needed), remedy="Remove it.", part=f"for {name!r}")
 
 
 def check_routing(config: Any, settings: Settings) -> None:
@@ -247,15 +241,13 @@ def check_routing(config: Any, settings: Settings) -> None:
         return
     reason = None
     if config.vllm_mode != "colocate":
-        reason = (
-            "`vllm_mode` is 'server', and TRL's client drops the routes of the answers. Set `vllm_mode` to 'colocate'"
-        )
+        reason, remedy = "`vllm_mode` is 'server', and TRL's client drops the routes", "`vllm_mode` to 'colocate'"
     elif config.vllm_tensor_parallel_size > 1:
-        reason = (
-            "`vllm_tensor_parallel_size` is above 1, where replay is untested. Set `vllm_tensor_parallel_size` to 1"
-        )
+        remedy = "`vllm_tensor_parallel_size` to 1"
+        reason = "`vllm_tensor_parallel_size` is above 1, where replay is untested"
     if reason:
-        raise ValueError(f"`rollout_routing` is 'replay', but {reason}, or `rollout_routing` to None.")
+        remedy = f"Set {remedy}, or `rollout_routing` to None."
+        raise SettingError("rollout_routing", settings.rollout_routing, f"but {reason}", remedy=remedy)
 
 
 def check_support(config: Any, settings: Settings, *, truncates: bool) -> None:
@@ -273,8 +265,7 @@ def check_support(config: Any, settings: Settings, *, truncates: bool) -> None:
             f"`vllm_mode` is {config.vllm_mode!r}, and only a colocated vLLM returns the tokens that sampling kept"
         )
     if reason:
-        raise ValueError(
-            f"`rollout_support` is {settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
-        )
+        remedy = "Set `rollout_support` to None."
+        raise SettingError("rollout_support", settings.rollout_support, f"but {reason}", remedy=remedy)
     if not truncates:
         warn_idle("rollout_support", settings.rollout_support, "`top_p`, `top_k` and `min_p` do not remove any token")

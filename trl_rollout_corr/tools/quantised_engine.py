@@ -11,13 +11,14 @@ import torch
 from transformers import AutoConfig
 from trl.generation import vllm_generation
 
-from ..messages import nearest, notify
+from ..messages import SettingError, nearest, notify
 from .engine_checks import schemes_of_experts
 
 
 # Layers that keep their type: routers of experts and vision towers. Heads and embeddings keep it in
 # vLLM anyway
 KEPT = ["*.gate", "*.router", "*.router.*", "*.shared_expert_gate", "visual.*", "*.visual.*", "*vision_*"]
+_FIELD, _PART = "rollout_engine_kwargs", "for 'quantization'"
 
 
 def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
@@ -35,10 +36,8 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
         # A working scheme shows that the test itself works. The engine may fail for another reason
         working = [] if scheme == "online" or computes(scheme) else [repr(x) for x in schemes() if computes(x)]
         if working:
-            raise ValueError(
-                f"{_named(scheme)}, for which this vLLM has no kernel on this machine. Set it to "
-                f"{' or '.join(working)}, which {'work' if len(working) > 1 else 'works'} here."
-            ) from error
+            remedy = f"Set it to {' or '.join(working)}, which {'work' if len(working) > 1 else 'works'} here."
+            raise _error(scheme, "for which this vLLM has no kernel on this machine", remedy) from error
         error.add_note(
             f"{_named(scheme)}. If the model has experts, vLLM may have no kernel for them. To quantise its other "
             "layers alone, set {'quantization': 'online', 'quantization_config': {'linear': 'fp8_per_channel'}}."
@@ -58,7 +57,11 @@ def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, 
 
 
 def _named(scheme: object) -> str:
-    return f"`rollout_engine_kwargs` sets `quantization: {scheme}`"
+    return f"`{_FIELD}` sets `quantization: {scheme}`"
+
+
+def _error(scheme: object, reason: str, remedy: str) -> SettingError:
+    return SettingError(_FIELD, scheme, reason, remedy=remedy, part=_PART)
 
 
 def schemes() -> list[str]:
@@ -71,16 +74,16 @@ def schemes() -> list[str]:
 def check_scheme(scheme: object, of_trl: Mapping[str, Any]) -> None:
     """Refuse a scheme that vLLM lacks, and any scheme for a model that is quantised already."""
     if scheme not in schemes():
-        raise ValueError(
-            f"{_named(scheme)}, which is not a scheme that this vLLM can apply while it loads weights: "
-            f"{', '.join(schemes())}.{nearest(scheme, schemes())}"
-        )
+        remedy = nearest(scheme, schemes()).strip()
+        allowed = f"a scheme that this vLLM can apply while it loads weights ({', '.join(schemes())})"
+        raise SettingError(_FIELD, scheme, allowed=allowed, remedy=remedy, part=_PART)
     config = AutoConfig.from_pretrained(of_trl["model"], trust_remote_code=of_trl.get("trust_remote_code", False))
     if of_trl.get("quantization") is not None or getattr(config, "quantization_config", None):
-        raise ValueError(
-            f"{_named(scheme)}, but the trainer's model is quantised already. Remove `quantization`, or train a model "
-            "of 16 or 32 bits: without `load_in_8bit` and `load_in_4bit`, and not a quantised checkpoint."
+        remedy = (
+            "Remove `quantization`, or train a model of 16 or 32 bits: without `load_in_8bit` and `load_in_4bit`, and "
+            "not a quantised checkpoint."
         )
+        raise _error(scheme, "but the trainer's model is quantised already", remedy)
 
 
 def computes(scheme: str) -> bool:

@@ -2,7 +2,7 @@
 Checks of settings that need TRL's own fields. `settings/config.py` checks the fields of the correction alone.
 
 Each check is a function of a configuration, for TRL's fields, and of its `Settings`, which were resolved once. It
-raises a `ValueError` about settings that exclude each other, or warns about settings that are probably a mistake.
+raises a [`SettingError`] about settings that exclude each other, or warns about settings that are probably a mistake.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import door
-from ..messages import warn, warn_idle
+from ..messages import SettingError, warn, warn_idle
 from ..settings.effects import effects, truncations
 from ..settings.fields import LOSS_TYPES
 from ..settings.of_trl import PREFIX_OF_TRL
@@ -49,19 +49,19 @@ class ReadByTrainer:
 def check_loss_type(config: Any, _: Settings | None = None) -> None:
     """Refuse values of `rollout_loss_type`."""
     if config.loss_type in LOSS_TYPES:
-        raise ValueError(
-            f"`loss_type` is {config.loss_type!r}, which is a loss of `bypass_mode`: set `rollout_loss_type` to it, "
-            "and `loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
-        )
+        remedy = "Set `rollout_loss_type` to it, and `loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
+        raise SettingError("loss_type", config.loss_type, "which is a loss of `bypass_mode`", remedy=remedy)
 
 
 def check_weights_of_loss(config: Any, settings: Settings) -> None:
     """Refuse a loss that applies its own importance weights."""
     if settings.changes_loss and config.loss_type == "vespo":
-        raise ValueError(
-            "`loss_type` is 'vespo', which has importance weights of its own, so no other weight or rejection can be "
-            "applied to it. Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
-            "`rollout_metrics_only` to true."
+        raise SettingError(
+            "loss_type",
+            "vespo",
+            "which has importance weights of its own, so no other weight or rejection can be applied to it",
+            remedy="Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
+            "`rollout_metrics_only` to true.",
         )
 
 
@@ -71,16 +71,19 @@ def check_reinforce(config: Any, settings: Settings) -> None:
         return
     cap = config.epsilon_high or config.epsilon
     if config.loss_type == "cispo" and cap < 1.0:
-        raise ValueError(
-            f"`epsilon_high` is {cap} with `loss_type='cispo'`, where it is the upper bound of the ratio, and with "
-            f"`rollout_loss_type='reinforce'`, whose ratio is 1: every gradient would be multiplied by {cap}. Set "
-            "`epsilon_high` to 1 or more."
+        raise SettingError(
+            "epsilon_high",
+            cap,
+            "which with `loss_type='cispo'` is the upper bound of the ratio, and with "
+            f"`rollout_loss_type='reinforce'` the ratio is 1: every gradient would be multiplied by {cap}",
+            remedy="Set `epsilon_high` to 1 or more.",
         )
     if config.importance_sampling_level != "token":
-        raise ValueError(
-            f"`importance_sampling_level` is {config.importance_sampling_level!r} with "
-            "`rollout_loss_type='reinforce'`, whose loss is a sum over tokens. Set it to 'token'; for weights of "
-            "sequences set `rollout_is` to 'sequence' or 'geometric'."
+        raise SettingError(
+            "importance_sampling_level",
+            config.importance_sampling_level,
+            "and the loss of `rollout_loss_type='reinforce'` is a sum over tokens",
+            remedy="Set it to 'token'; for weights of sequences set `rollout_is` to 'sequence' or 'geometric'.",
         )
 
 
@@ -152,16 +155,17 @@ def check_batch_normalization(config: Any, settings: Settings) -> None:
     """Refuse batch normalisation over one sequence, whose weight would be 1. Warn for a turn."""
     if not settings.bypass_mode or config.per_device_train_batch_size * config.world_size > 1:
         return
-    message = (
-        "`rollout_is_batch_normalize` is True with `bypass_mode`, where the mean is over the micro-batch of all "
-        "ranks, which is one sequence: its weight would always be 1{of_turns}. Set `per_device_train_batch_size` to 2 "
-        "or more (and divide `gradient_accumulation_steps` accordingly), or use `bypass_mode=False`, which normalises "
-        "over the generation batch."
+    name, reason, remedy = (
+        "rollout_is_batch_normalize",
+        "and with `bypass_mode` the mean is over the micro-batch of all ranks, which is one sequence: its weight would "
+        "always be 1",
+        "Set `per_device_train_batch_size` to 2 or more (and divide `gradient_accumulation_steps` accordingly), or use "
+        "`bypass_mode=False`, which normalises over the generation batch.",
     )
     if normalizes_over(settings, "sequence", "geometric"):
-        raise ValueError(message.format(of_turns=""))
+        raise SettingError(name, True, reason, remedy=remedy)
     if normalizes_over(settings, "turn"):
-        warn(message.format(of_turns=" if it has one turn"))
+        warn(str(SettingError(name, True, f"{reason} if it has one turn", remedy=remedy)), name)
 
 
 def normalizes_over(settings: Settings, *levels: str) -> bool:
@@ -175,10 +179,12 @@ def normalizes_over(settings: Settings, *levels: str) -> bool:
 def check_temperature(config: Any, _: Settings) -> None:
     """Refuse temperatures at which vLLM samples from another distribution than the trainer's."""
     if getattr(config, "use_vllm", True) and not _LOWEST_TEMPERATURE <= config.temperature < math.inf:
-        raise ValueError(
-            f"`temperature` is {config.temperature}, and must be a number of at least {_LOWEST_TEMPERATURE}: below "
-            "it, vLLM samples greedily or at another temperature, while the trainer divides by this one. Set it to "
-            "1.0."
+        raise SettingError(
+            "temperature",
+            config.temperature,
+            "below it, vLLM samples greedily or at another temperature, while the trainer divides by this one",
+            allowed=f"a number of at least {_LOWEST_TEMPERATURE}",
+            remedy="Set it to 1.0.",
         )
 
 
@@ -187,11 +193,13 @@ def check_shared_process(config: Any, _: Settings) -> None:
     if not config.use_vllm or config.vllm_mode != "colocate":
         return
     if config.vllm_model_impl == "transformers":
-        raise ValueError(
-            "`vllm_model_impl` is 'transformers' with `vllm_mode='colocate'`: vLLM then changes the class of the "
-            "model in Transformers, and the forward pass of the trainer fails in the same process (`'LlamaModel' "
-            "object has no attribute 'do_not_compile'`). Set `vllm_model_impl` to 'vllm' or 'auto', or `vllm_mode` to "
-            "'server', and start the server with `--model-impl transformers`."
+        raise SettingError(
+            "vllm_model_impl",
+            "transformers",
+            "and with `vllm_mode='colocate'` vLLM then changes the class of the model in Transformers: the forward "
+            "pass of the trainer fails in the same process (`'LlamaModel' object has no attribute 'do_not_compile'`)",
+            remedy="Set `vllm_model_impl` to 'vllm' or 'auto', or `vllm_mode` to 'server', and start the server with "
+            "`--model-impl transformers`.",
         )
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0"):
         return
