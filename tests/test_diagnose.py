@@ -905,13 +905,18 @@ def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_pat
         "generation_kwargs": {"detokenize": False},
     }
     kwargs |= {"use_vllm": True, "vllm_mode": "colocate"}
-    kwargs["rollout_engine_kwargs"] = {"hf_token": "hf_secret", "dtype": "float32"}
+    in_effect = {"dtype": "float32", "enforce_eager": True, "hf_overrides": {"head_dtype": "float32"}}
+    store = {"s3_access_key_id": "secret", "s3_secret_access_key": "secret"}  # fields of vLLM's Tensorizer
+    secrets = {"hf_token": "hf_secret", "model_loader_extra_config": store, "additional_config": {"key": "secret"}}
+    secrets["otlp_traces_endpoint"] = "https://user:secret@traces"
+    kwargs["rollout_engine_kwargs"] = {**secrets, **in_effect}
     _, config_class = TRAINERS[kind]
     config = config_class(**config_fields(tmp_path, **kwargs))
     written = settings_in_effect(config, config.settings)
     advised = {name for cause in CAUSES.values() for name in cause.settings}
     assert advised - written.keys() == ({"cast_lm_head_to_fp32"} if kind == "rloo" else set())
-    assert written["model_init_kwargs"] == written["rollout_engine_kwargs"] == {"dtype": "float32"}
+    assert written["model_init_kwargs"] == {"dtype": "float32"}
+    assert written["rollout_engine_kwargs"] == in_effect
     assert "secret" not in json.dumps(written)
     dump.write_rows(tmp_path, 1, 0, read_dump(make_dump(tmp_path / "dump")).rows[:8], written)
     assert main(["compare", str(tmp_path)]) == 0

@@ -41,6 +41,23 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
     "vllm_tensor_parallel_size": (),
     **dict.fromkeys(TRL_KEYS, ()),
 }
+# Arguments of vLLM's engine whose texts and mappings are written: how it computes. Others may be secret, as may any
+# address: the Hub token, or the keys of a store in `model_loader_extra_config`. Of them only numbers and truths are
+_OF_ENGINE = frozenset({
+    "attention_backend",
+    "dtype",
+    "hf_overrides",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "linear_backend",
+    "load_format",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "moe_backend",
+    "quantization",
+    "quantization_config",
+    "spec_method",
+})  # fmt: skip
 
 # Values in effect for the fields that no preset decides
 _DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
@@ -55,9 +72,13 @@ def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     for name, keys in _OF_TRL.items():
         if hasattr(args, name):
             value = getattr(args, name)
-            written[name] = {key: value[key] for key in keys if key in value} if isinstance(value, Mapping) else value
-    engine = settings.rollout_engine_kwargs or {}  # vLLM's only secret is the Hub token
-    written["rollout_engine_kwargs"] = {name: value for name, value in engine.items() if name != "hf_token"} or None
+            if isinstance(value, Mapping):
+                written[name] = {key: value[key] for key in keys if key in value}
+            elif not keys or value is None:
+                written[name] = value
+    engine = settings.rollout_engine_kwargs or {}
+    public = {name: x for name, x in engine.items() if name in _OF_ENGINE or isinstance(x, bool | int | float)}
+    written["rollout_engine_kwargs"] = public or None
     return {name: plain(value) for name, value in written.items()}
 
 
