@@ -35,7 +35,7 @@ def claim(asked: Path, output_dir: str | Path, *, resumes: bool) -> tuple[Path, 
     a checkpoint in its `output_dir` takes its own folder again. Returns the folder, and a sentence if it differs from
     the one that was asked for.
     """
-    run = str(Path(output_dir).resolve())
+    run, asked = str(Path(output_dir).resolve()), asked.resolve()  # `.` and `sub/..` have no name for a number
     own = [folder for folder in _numbered(asked) if owner(folder).get("output_dir") == run]
     if resumes and own:
         return max(own, key=lambda folder: owner(folder).get("date", "")), ""
@@ -45,7 +45,7 @@ def claim(asked: Path, output_dir: str | Path, *, resumes: bool) -> tuple[Path, 
         "host": socket.gethostname(),
         "output_dir": run,
     }
-    mine["rollout_dump_dir"] = str(asked.resolve())
+    mine["rollout_dump_dir"] = str(asked)
     for number in count(1):
         folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
         check_folder(folder)
@@ -107,6 +107,6 @@ def latest(folders: list[Path]) -> Path | None:
 
 def _numbered(asked: Path) -> list[Path]:
     """A folder, and the numbered folders that later runs took instead."""
-    instead = sorted(asked.resolve().parent.glob(f"{glob.escape(asked.name)}-*/{CLAIM}"))
-    named = str(asked.resolve())
-    return [asked, *(path.parent for path in instead if owner(path.parent).get("rollout_dump_dir") == named)]
+    named = asked.resolve()
+    instead = sorted(named.parent.glob(f"{glob.escape(named.name)}-*/{CLAIM}"))
+    return [asked, *(path.parent for path in instead if owner(path.parent).get("rollout_dump_dir") == str(named))]

@@ -264,9 +264,8 @@ def _scan(file: _File) -> Rows:
     parts = []
     for batch in _batches(file, _SCANNED):
         sequences = Sequences(_checked(file.path, pa.Table.from_batches([batch])))
-        size = np.where(sequences.mask, np.nan_to_num(np.abs(sequences.log_ratio), nan=np.inf), 0.0)
         distance = np.zeros(len(sequences))
-        np.maximum.at(distance, sequences.row, size)
+        np.maximum.at(distance, sequences.row, sequences.distance)
         parts.append(Rows(sequences.step, sequences.sampled, sequences.lengths, distance))
     nothing = Rows(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32), np.zeros(0))
     return Rows(*(np.concatenate(columns) for columns in zip(nothing, *parts, strict=True)))

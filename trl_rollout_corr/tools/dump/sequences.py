@@ -80,6 +80,12 @@ class Sequences:
             difference: NDArray[np.float32] = self.train_logps - self.rollout_logps
         return difference
 
+    @property
+    def distance(self) -> np.ndarray:
+        """Absolute log-ratio of each token of the loss, infinite where it is not finite; 0 for other tokens."""
+        size = np.abs(self.log_ratio)
+        return np.where(self.mask, np.where(np.isnan(size), np.inf, size), 0.0)
+
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
         """Tokens of the loss with a finite log-ratio."""

@@ -120,7 +120,7 @@ class SequenceDump(Watcher):
     def offer(self, step: int, batch: dict[str, torch.Tensor], columns: dict[str, Any]) -> None:
         """Consider the sequences of a batch, with TRL's tokens and masks, `(B, T)`, and columns of the dump."""
         mask = columns["mask"]
-        distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf)
+        distance = (columns["train_logps"] - columns["rollout_logps"]).abs().nan_to_num(torch.inf, torch.inf)
         # a completion without a token of the loss, such as a truncated one that TRL masks, shows nothing
         distance = distance.masked_fill(~mask, 0.0).amax(1).masked_fill(~mask.any(1), -1.0).cpu()
         # separate random numbers, so that training draws the same ones with and without a dump

@@ -100,7 +100,7 @@ def _example(sequences: Sequences, index: int) -> Example:
 
 def find_worst(sequences: Sequences) -> Worst:
     """The worst tokens of a dump."""
-    size = np.where(sequences.mask, np.nan_to_num(np.abs(sequences.log_ratio), nan=np.inf), 0.0)
+    size = sequences.distance
     among = min(int(np.clip(len(size) // 100, *_AMONG)), len(size))
     furthest = np.argsort(-size, kind="stable")[:among]
     furthest = furthest[size[furthest] > 0]
