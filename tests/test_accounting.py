@@ -8,12 +8,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 
 from tests.dumps import read_dump
 from tests.launching import ROOT
 from tests.tiny import StaleSampler, length_reward, prompts
-from tests.training import TRAINERS, BrokenSampler, build, config_fields, losses, micro_batches, window
+from tests.training import TRAINERS, BrokenSampler, asking_vllm, build, config_fields, losses, micro_batches, window
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.age import Staleness
@@ -346,16 +345,6 @@ def test_weights_that_are_pushed_to_vllm_are_those_of_that_step(shared_engine, t
     trainer = build(trainer_class, config_class, tiny_model_path, tmp_path, **{**fields, "output_dir": str(tmp_path)})
     losses(trainer)
     assert [entry["staleness_mean"] for entry in entries(trainer)] == [0, 1, 0, 1]
-
-
-def asking_vllm(prompts, trainer):
-    """A `rollout_func` that samples with the trainer's vLLM, as TRL's documents do."""
-    prompt_ids = trainer.processing_class(prompts)["input_ids"]
-    params = SamplingParams(max_tokens=8, logprobs=0)
-    outputs = trainer.vllm_generation.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params)
-    texts = [output.outputs[0] for output in outputs]
-    logprobs = [[ranked[token].logprob for token, ranked in zip(x.token_ids, x.logprobs, strict=True)] for x in texts]
-    return {"prompt_ids": prompt_ids, "completion_ids": [list(x.token_ids) for x in texts], "logprobs": logprobs}
 
 
 def asking_trl(prompts, trainer):

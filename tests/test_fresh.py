@@ -226,7 +226,8 @@ def test_a_window_of_several_ages_says_so(tmp_path, tiny_model_path, capfd):
     announced(tiny_model_path, tmp_path, 0, 0, 8, logging_steps=3).train()
     (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
     assert (
-        "vLLM is behind for some completions (`stale_fraction` is 0.33): importance weights are on for their " in told
+        "vLLM counts as behind for some completions (`stale_fraction` is 0.33): importance weights are on for their "
+        in told
     )
 
 
@@ -348,6 +349,13 @@ def test_a_completion_without_a_token_of_the_loss_is_neither_fresh_nor_old():
     assert (found[f"{PREFIX}stale_fraction"], found[f"{PREFIX}lag_max"]) == (0.5, 2.0)
     unknown = Staleness.of(count_lags(torch.tensor([0.0, math.nan, 0.0]), mask)).finish()
     assert unknown == {f"{PREFIX}stale_fraction": 0.5}
+
+
+def test_an_unknown_age_counts_as_old_where_others_are_known():
+    mask = torch.ones(3, 2)
+    unknown, known = Staleness.of(count_lags(None, mask)), Staleness.of(count_lags(torch.zeros(1), mask[:1]))
+    assert f"{PREFIX}stale_fraction" not in unknown.finish()
+    assert (unknown + known).finish()[f"{PREFIX}stale_fraction"] == 0.75
 
 
 class LaterNoise(FreshSampler):

@@ -143,6 +143,18 @@ def build_checked(*args, **fields):
     return trainer
 
 
+def asking_vllm(prompts, trainer):
+    """A `rollout_func` that samples with the trainer's vLLM, as TRL's documents do."""
+    from vllm import SamplingParams
+
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    params = SamplingParams(max_tokens=8, logprobs=0)
+    outputs = trainer.vllm_generation.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params)
+    texts = [output.outputs[0] for output in outputs]
+    logprobs = [[ranked[token].logprob for token, ranked in zip(x.token_ids, x.logprobs, strict=True)] for x in texts]
+    return {"prompt_ids": prompt_ids, "completion_ids": [list(x.token_ids) for x in texts], "logprobs": logprobs}
+
+
 def losses(trainer) -> list[tuple[float, float]]:
     """Train, and return loss and gradient norm of each step."""
     trainer.train()

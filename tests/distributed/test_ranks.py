@@ -96,6 +96,7 @@ def two_ranks(tiny_model_path, folder) -> TwoRanks:
         "disagreement": DISAGREEMENTS,
         "engine": CASES,
         "vllm": WITH_VLLM if find_spec("vllm") else {},
+        "rollout function": {"one rank asks": ONE_RANK_ASKS} if find_spec("vllm") else {},
         "delivery": {"grpo": LOSES_WEIGHTS} if find_spec("vllm") else {},
         "asynchronous": {
             name: {"asynchronous": True, **case}
@@ -537,6 +538,13 @@ WITH_VLLM = {
 }
 
 
+ONE_RANK_ASKS = {
+    **WITH_VLLM["grpo full"],
+    "one_rank_asks": True,
+    "rollout_correction": "auto",
+}
+
+
 LOSES_WEIGHTS = {
     **WITH_VLLM["grpo full"],
     "learning_rate": 1e-2,
@@ -572,6 +580,15 @@ def assert_in_step(found: dict[str, list[dict]]):
 @pytest.mark.vllm
 def test_a_real_sampler_on_each_rank(two_ranks):
     assert_in_step(two_ranks.results["vllm"])
+
+
+@pytest.mark.vllm
+def test_all_ranks_know_the_age_of_what_one_of_them_sampled(two_ranks):
+    ranks = two_ranks.results["rollout function"]["one rank asks"]
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+    entries = [entry for entry in ranks[0]["history"] if "loss" in entry]
+    assert [entry[f"{PREFIX}stale_fraction"] for entry in entries] == [0.0] * 3
+    assert [entry[f"{PREFIX}rollout_is_mean"] for entry in entries] == [1.0] * 3
 
 
 @pytest.mark.slow

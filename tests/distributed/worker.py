@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -29,7 +30,7 @@ import tests.conftest  # noqa: F401 - environment of the tests
 from tests.asynchronous import WorkerHere, build_ours, build_theirs
 from tests.routes_on_a_cpu import returning_routes
 from tests.tiny import StaleSampler, length_reward
-from tests.training import TRAINERS, config_fields, freeze_sampler, losing, sharing_engines
+from tests.training import TRAINERS, asking_vllm, config_fields, freeze_sampler, losing, sharing_engines
 
 
 # What the launcher says, which is for the cases that shard
@@ -72,6 +73,15 @@ class SameOnAnyNumberOfRanks(StaleSampler):
         if rank == self.reject_on_rank:
             output["logprobs"] = [[x - 5.0 for x in row] for row in output["logprobs"]]
         return output
+
+
+def asking_on_one_rank(prompts, trainer):
+    """A `rollout_func` that samples for all ranks on the main process, which alone has a client of a server."""
+    of_all_ranks = gather_object(prompts)
+    answer = [asking_vllm(of_all_ranks, trainer) if trainer.accelerator.is_main_process else None]
+    broadcast_object_list(answer)
+    first = trainer.accelerator.process_index * len(prompts)
+    return {key: rows[first : first + len(prompts)] for key, rows in answer[0].items()}
 
 
 def lose_this_machine(how: str):
@@ -146,7 +156,9 @@ def build(case: dict, folder: Path):
         pretend_cpus_are_accelerators(case.get("ddp_timeout", 1800))
         case["accelerator_config"] = {"use_configured_state": True}
     arguments = {"reward_funcs": length_reward, "train_dataset": numbered_prompts(64)}
-    if kind == "grpo" and not case.get("use_vllm"):
+    if case.pop("one_rank_asks", False):
+        arguments["rollout_func"] = asking_on_one_rank
+    elif kind == "grpo" and not case.get("use_vllm"):
         arguments["rollout_func"] = SameOnAnyNumberOfRanks(model, **sampler)
     if lora:
         arguments["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")

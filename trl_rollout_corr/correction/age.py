@@ -29,7 +29,7 @@ class Staleness(SegmentedSums):
         "engine": tuple(f"engine/{name}" for name in _GAP),
         "update": ("update/tokens", "update/k3"),
         "age": ("age/rows", "age/sum"),
-        "weights": ("weights/rows", "weights/older"),
+        "weights": ("weights/rows", "weights/older", "weights/known"),
         "completions": ("trained", "stale_dropped"),
     }
     MAXIMA: ClassVar[tuple[str, ...]] = ("age/largest", "lag/largest")
@@ -44,8 +44,8 @@ class Staleness(SegmentedSums):
         if rows := s["age/rows"]:
             metrics["staleness_mean"] = s["age/sum"] / rows
             metrics["staleness_max"] = s["age/largest"]
-        if rows := s["weights/rows"]:
-            metrics["stale_fraction"] = s["weights/older"] / rows
+        if s["weights/known"]:
+            metrics["stale_fraction"] = s["weights/older"] / s["weights/rows"]
             if s["lag/largest"] > 0:
                 metrics["lag_max"] = s["lag/largest"]
         if rows := s["trained"] + s["stale_dropped"]:
@@ -80,15 +80,17 @@ def count_ages(ages: torch.Tensor) -> Segments:
     return {"age": number_and_sum, "age/largest": ages.masked_fill(~ages.isfinite(), -torch.inf).max()}
 
 
-def count_lags(lags: torch.Tensor, mask: torch.Tensor) -> Segments:
+def count_lags(lags: torch.Tensor | None, mask: torch.Tensor) -> Segments:
     """
-    Number of completions with a token in the mask, `(B, T)`, of those of them with a lag other than 0, and the largest
-    lag, for [`Staleness.of`]. Lags, `(B,)` in optimizer steps or NaN, are between the weights that sampled and those
-    of the ratio.
+    Number of completions with a token in the mask, `(B, T)`, of those of them with a lag other than 0, and of those
+    whose lag may be known, and the largest lag, for [`Staleness.of`]. Lags, `(B,)` in optimizer steps or NaN, are
+    between the weights that sampled and those of the ratio; without them, all completions count as older.
     """
     dtype = accumulation_dtype(mask.device)
     rows = (mask != 0).any(1)
-    counts = torch.stack([rows, rows & (lags != 0)])
+    known = rows if lags is not None else torch.zeros_like(rows)
+    lags = torch.full(rows.shape, torch.nan, device=mask.device) if lags is None else lags
+    counts = torch.stack([rows, rows & (lags != 0), known])
     largest = lags.to(dtype).masked_fill(~rows | ~lags.isfinite(), -torch.inf).max()
     return {"weights": counts.sum(1, dtype=dtype), "lag/largest": largest}
 

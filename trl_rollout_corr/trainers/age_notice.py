@@ -32,7 +32,7 @@ class AgeNotice:
 
 _AGES = {
     "fresh": "vLLM is up to date",
-    "mixed": "vLLM is behind for some completions (`stale_fraction` is {share:.2g})",
+    "mixed": "vLLM counts as behind for some completions (`stale_fraction` is {share:.2g})",
     "stale": "vLLM is behind",
     "unknown": "the sampler does not announce its step, so it counts as behind",
 }

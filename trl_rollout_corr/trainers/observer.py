@@ -92,8 +92,7 @@ class Observer:
         of_advantages = corrected.coefficients, batch["advantages"], batch[REWARDS]
         groups = add_up_groups(correction.valid, correction.keep, *of_advantages, turns, log_ratio)
         self.add(now.mode, groups)
-        if corrected.lags is not None:
-            self.add(now.mode, Staleness.of(count_lags(corrected.lags, corrected.mask)))
+        self.add(now.mode, Staleness.of(count_lags(corrected.lags, corrected.mask)))
         if corrected.from_old:
             self.add(now.mode, Staleness.of(engine_gap(correction.statistics)))
 

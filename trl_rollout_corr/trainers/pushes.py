@@ -18,6 +18,7 @@ from .. import door
 from ..settings.effects import distortions
 from .keys import ROLLOUT_LOGPS
 from .metadata import engine_metadata, quantises
+from .ranks import smallest
 from .reloading import push
 
 
@@ -188,12 +189,16 @@ class PushesToVLLM(Pushes):
     def noting_requests(self) -> Iterator[None]:
         """
         Context of a `rollout_func`. TRL pushes before it, whatever it samples with, so the step of the push is that of
-        its sampler only if the function asks the trainer's vLLM for completions, and announces no other.
+        its sampler only if the function asks the trainer's vLLM for completions, and announces no other. Only the main
+        process has a client of a server, and may ask for all ranks: a rank without a step takes the oldest of others.
         """
         with ExitStack() as stack:
             for sampler, name in self._ways_to_ask():
                 stack.enter_context(patch.object(sampler, name, self._noted(getattr(sampler, name))))
             yield
+        oldest = smallest(self.trainer.accelerator, self.trainer.rollout_step)
+        if self.trainer.rollout_step is None:
+            self.trainer.rollout_step = oldest
 
     def _ways_to_ask(self) -> list[tuple[Any, str]]:
         """Objects and their methods that ask the trainer's vLLM for completions on this rank."""

@@ -1,4 +1,4 @@
-"""Agreement of all ranks before one of them leaves: the others would wait for it in the next collective."""
+"""Agreement of all ranks, also before one of them leaves: the others would wait for it in the next collective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,16 @@ def largest(accelerator: Any, number: int) -> int:
     if accelerator.num_processes == 1:
         return number
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+
+
+def smallest(accelerator: Any, number: int | None) -> int | None:
+    """The smallest number over all ranks, of which some may have none. All ranks must call it."""
+    if accelerator.num_processes == 1:
+        return number
+    none = torch.iinfo(torch.long).max
+    own = torch.tensor([none if number is None else number], device=accelerator.device)
+    found = int(accelerator.gather(own).min())
+    return None if found == none else found
 
 
 @contextmanager
