@@ -40,6 +40,12 @@ class AxolotlTrainingMixinsBase:
     model_type: str | None = None
 
 
+def test_the_example_of_the_module_is_a_file_of_axolotl(plugin):
+    text = inspect.getdoc(sys.modules["trl_rollout_corr.axolotl"])
+    example = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert example == {"plugins": ["trl_rollout_corr.axolotl.RolloutCorrectionPlugin"], "rollout_correction": "auto"}
+
+
 @pytest.fixture
 def plugin(monkeypatch):
     for name, member in (

@@ -22,6 +22,7 @@ from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig, examine
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX, SettingWarning
+from trl_rollout_corr.settings.resolve import FIELDS
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import NEGLIGIBLE
 from trl_rollout_corr.tools.decision import (
@@ -64,6 +65,7 @@ SETTINGS = {
     "trl, token weights": {"rollout_correction": "trl", MODE: "token_truncate"},
     "disabled": {"rollout_correction": "disabled"},
     "auto": {"rollout_correction": "auto"},
+    "auto, normalised": {"rollout_correction": "auto", "rollout_is_batch_normalize": True},
     "token weights": {"rollout_correction": "decoupled_token_is"},
     "PPO around the sampler": {"rollout_correction": "bypass_ppo_clip"},
     "DPPO": {"rollout_correction": "bypass_dppo_tv"},
@@ -125,6 +127,7 @@ def test_a_part_of_the_correction_is_not_the_correction():
         {"rollout_is_threshold": 2.0},
         {"rollout_is_stale_only": False},
         {"rollout_metrics_only": True},
+        {"rollout_is_batch_normalize": True},
         {"bypass_mode": True, "rollout_loss_type": "reinforce"},
     ):
         settings = RolloutCorrectionConfig(rollout_correction="auto", **changed).settings
@@ -132,6 +135,50 @@ def test_a_part_of_the_correction_is_not_the_correction():
         assert decision.set == ADVISED
         assert {*changed} <= {*decision.remove}
         assert f"remove `{decision.remove[0]}`" in in_words(decision)
+
+
+OTHER_VALUES = {
+    "rollout_is": "sequence",
+    "rollout_is_threshold": 3.0,
+    "rollout_is_clamp": False,
+    "rollout_is_stale_only": False,
+    "rollout_is_batch_normalize": True,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": [[0.1, 0.1], [0.001, 9.0]],
+    "rollout_rs_renormalize": True,
+    "bypass_mode": True,
+    "rollout_loss_type": "reinforce",
+    "rollout_clip_ratio_c": 9.0,
+    "rollout_metrics_only": True,
+    "rollout_nan_policy": "neutralize",
+    "rollout_support": "replay",
+    "rollout_engine_kwargs": {"dtype": "float32"},
+    "rollout_routing": "replay",
+    "rollout_monitor": None,
+    "rollout_monitor_bounds": {"staleness": 9},
+    "rollout_diagnose": True,
+    "rollout_dump_dir": "dump",
+    "rollout_dump_steps": 9,
+    "rollout_dump_sampled": 9,
+    "rollout_dump_worst": 9,
+    "rollout_dump_max_gb": 9.0,
+}
+
+
+NEEDED = {
+    "rollout_is_clamp": {"rollout_is_threshold": [0.5, 2.0]},
+    "rollout_rs": {"rollout_rs_threshold": [[0.5, 2.0]]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::trl_rollout_corr.messages.SettingWarning")
+@pytest.mark.parametrize("name", sorted(FIELDS - {"rollout_correction", "rollout_rs_exclude_from_baseline"}))
+def test_no_field_is_advised_against_without_its_name(name):
+    """Else the advice would come again, and would find nothing to change. `auto` refuses the field that is left out."""
+    fields = {**NEEDED.get(name, {}), name: OTHER_VALUES[name]}
+    config = RolloutCorrectionConfig(rollout_correction="auto", **fields)
+    decision = decide(config.settings, {})
+    assert decision.set == {} or name in decision.remove
 
 
 def test_a_loss_that_takes_no_correction_is_left():

@@ -4,7 +4,10 @@ it.
 
 In Axolotl's YAML:
 
-    plugins: [trl_rollout_corr.axolotl.RolloutCorrectionPlugin] rollout_correction: auto
+```yaml
+plugins: [trl_rollout_corr.axolotl.RolloutCorrectionPlugin]
+rollout_correction: auto
+```
 
 This module needs Axolotl to be installed. The rest of the package does not import it.
 """

@@ -119,7 +119,8 @@ class Settings:
         """Names of the fields by which the user overrides the preset, and would any other one."""
         of_preset = {} if self.by_trl else settings_of(self.rollout_correction)
         changed = [name for name, value in of_preset.items() if getattr(self, name) != value]
-        return (*changed, *(["rollout_metrics_only"] if self.rollout_metrics_only else []))
+        of_none = [name for name in ("rollout_is_batch_normalize", "rollout_metrics_only") if getattr(self, name)]
+        return (*changed, *of_none)
 
     @property
     def corrects(self) -> bool:
