@@ -600,6 +600,24 @@ EXPECTED_PRESETS = {
 }
 
 
+@dataclasses.dataclass
+class ConfigOfAUser(RolloutCorrectedGRPOConfig):
+    mine: int = 0
+
+
+@pytest.mark.parametrize("config_class", [RolloutCorrectionConfig, RolloutCorrectedRLOOConfig, ConfigOfAUser])
+def test_a_warning_points_to_the_line_of_the_user(config_class, tmp_path):
+    of_trl = {} if config_class is RolloutCorrectionConfig else {"output_dir": str(tmp_path), "bf16": False}
+    with pytest.warns(SettingWarning, match="`rollout_dump_worst` is set to 9 but has no effect") as warned:
+        config_class(rollout_dump_worst=9, **of_trl)
+    (warning,) = [w for w in warned if issubclass(w.category, SettingWarning)]
+    assert warning.filename == __file__
+    assert "config_class(rollout_dump_worst" in Path(__file__).read_text().splitlines()[warning.lineno - 1]
+
+
+EXPECTED_FLAGS = {"auto": (True, True)}  # `rollout_is_clamp`, `rollout_is_stale_only`; other presets set neither
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_values_of_the_reference_and_warn_about_nothing(name):
     with warnings.catch_warnings():
@@ -608,7 +626,7 @@ def test_presets_have_the_values_of_the_reference_and_warn_about_nothing(name):
     mode = found.bypass_mode and found.rollout_loss_type
     weights = (found.rollout_is, found.rollout_is_threshold)
     assert (*weights, found.rollout_rs, found.rollout_rs_threshold, mode) == EXPECTED_PRESETS[name]
-    assert found.rollout_is_clamp == (name == "auto")
+    assert (found.rollout_is_clamp, found.rollout_is_stale_only) == EXPECTED_FLAGS.get(name, (False, False))
     assert found.corrects == (name != "disabled")
     assert len(VERL_PRESETS) == 19
     assert "rollout_is" in PRESETS[name]  # every row states its weights

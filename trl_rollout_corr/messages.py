@@ -3,9 +3,11 @@
 import difflib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 
@@ -58,10 +60,24 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def warn(message: str, field: str | None = None) -> None:
-    """Warn about settings, on one rank only. `field` names the setting, if there is one."""
-    if is_first_rank():
-        warnings.warn(SettingWarning(message, field), stacklevel=2)
+def warn(message: str, field: str | None = None, *, on_any_rank: bool = False) -> None:
+    """Warn about settings, on one rank only unless `on_any_rank`. `field` names the setting, if there is one."""
+    if on_any_rank or is_first_rank():
+        show(SettingWarning(message, field))
+
+
+def show(warning: Warning | str) -> None:
+    """Show a warning at the line of the first caller outside this package, which is the user's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_own(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(warning, stacklevel=level)
+
+
+def _is_own(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
+    # of a data class, perhaps of the user, whose source is no file
+    return package or (frame.f_code.co_name == "__init__" and frame.f_code.co_filename == "<string>")
 
 
 def warn_idle(name: str, value: object, reason: str) -> None:

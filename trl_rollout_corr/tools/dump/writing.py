@@ -1,7 +1,6 @@
 """Selection of the sequences for the dump: some at random, and the worst, over all ranks."""
 
 import os
-import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
-from ...messages import notify, warn_idle
+from ...messages import notify, warn, warn_idle
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 from ...trainers.keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
@@ -240,7 +239,7 @@ class SequenceDump(Watcher):
         except OSError as error:
             self.gave_up = True
             # on any rank, because it may happen on one only
-            warnings.warn(f"The dump in {str(self.folder)!r} ends here: {error}.", UserWarning, stacklevel=2)
+            warn(f"The dump in {str(self.folder)!r} ends here: {error}.", "rollout_dump_dir", on_any_rank=True)
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
         """Indices on this rank of the drawn and the worst sequences of all ranks, and whether there are any."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ...messages import SettingError, warn
+from ...messages import SettingError, show, warn
 from ...settings.of_trl import PREFIX_OF_TRL
 from ...settings.resolve import FIELDS
 from ..formats import yaml_lines
@@ -88,7 +88,7 @@ def _convert_as_grpos(text: str, content: Mapping[str, Any], node: yaml.Node | N
                     raise
     answer, said = answers.pop("grpo")
     for warning in said:
-        warnings.warn(warning.message, stacklevel=2)
+        show(warning.message)
     of_answer = answer, [str(warning.message) for warning in said]
     others = [name for name, (text, more) in answers.items() if (text, [str(x.message) for x in more]) != of_answer]
     if others:
