@@ -251,7 +251,7 @@ def test_a_forward_pass_more_while_scoring_is_an_error(make):
             self._get_per_token_logps_and_entropies(self.model, ids, ids, 2)
             return super()._calculate_rewards(*args)
 
-    with pytest.raises(RuntimeError, match="2 forward passes while scoring where 1 were expected"):
+    with pytest.raises(RuntimeError, match="`Changed` made 2 forward passes while scoring where 1 were expected"):
         micro_batches(make(Changed))
 
 

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.dumps import read_dump
 from tests.test_dumps import Interruption
 from tests.tiny import StaleSampler, length_reward, prompts
 from tests.training import (
@@ -180,6 +181,26 @@ def test_batch_normalisation_spans_the_generation_batch(make, schedule):
     assert weights.std() > 0.01
     for batch in batches:  # and not each micro-batch
         assert batch["rollout_corr_coefficients"].amax(-1).mean() != pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("fields", [{"rollout_is_batch_normalize": True}, {"rollout_rs": "token_k1",
+    "rollout_rs_threshold": 1.3, "rollout_rs_renormalize": True}], ids=["weights", "kept tokens"])  # fmt: skip
+def test_a_run_that_only_measures_has_the_coefficients_that_it_would_apply(make, tmp_path, fields):
+    """Where TRL makes an old pass of its own, which is known before the first micro-batch."""
+    coefficients = []
+    for only in (False, True):
+        dump = tmp_path / f"dump-{only}"
+        trainer = make(
+            RolloutCorrectedGRPOTrainer, schedule="several steps per generation", learning_rate=0.0, max_steps=2,
+            rollout_is="token", rollout_metrics_only=only, rollout_dump_dir=str(dump), rollout_dump_sampled=16, **fields,
+        )  # fmt: skip
+        trainer.train()
+        coefficients.append({tuple(row["rollout_logps"]): row["coefficients"] for row in read_dump(dump).rows})
+    applied, measured = coefficients
+    assert len(applied) == 16
+    assert measured.keys() == applied.keys()
+    for sampled, expected in applied.items():
+        assert measured[sampled] == pytest.approx(expected, rel=1e-5)
 
 
 def test_renormalisation_scales_the_loss_by_valid_over_kept(make):

@@ -40,7 +40,7 @@ batch.
 `B` completions, `P` and `T` tokens of prompts and completions with padding.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,16 +139,22 @@ class OldPass:
             self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
         return outputs
 
-    def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str) -> None:
+    def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str, user: type | None) -> None:
         """
         Put the old log-probabilities under `anchor_key` into the batch that TRL scored, or remove their placeholder.
-        Raises a `RuntimeError` if the number of TRL's forward passes is not `expected`, or if the key is missing.
+        Raises a `RuntimeError` if the number of forward passes is not `expected`, or if the key is missing, which
+        names the class of the `user` if the trainer has one.
         """
         if self.calls != expected or anchor_key not in output:
+            who = "TRL" if user is None else f"`{user.__name__}`"
+            remedy = (
+                "This version of TRL is not supported: install a version of trl that this release was tested with."
+                if user is None
+                else "The first pass there is that of the old policy. Call the model itself for another one."
+            )
             raise RuntimeError(
-                f"TRL made {self.calls} forward passes while scoring where {expected} were expected, or did not "
-                f"return `{anchor_key}`. This version of TRL is not supported: install a version of trl that this "
-                "release was tested with."
+                f"{who} made {self.calls} forward passes while scoring where {expected} were expected, or did not "
+                f"return `{anchor_key}`. {remedy}"
             )
         if self.answer is None:
             output[OLD_LOGPS] = self.logps
@@ -162,7 +168,7 @@ class Generation(ForwardPass):
     the completions.
     """
 
-    logprobs: list[list[float]] | None = None  # of the sampled tokens, per completion
+    logprobs: Sequence[Sequence[float | None]] | None = None  # of the sampled tokens, per completion
     prompts: list[list[int]] | None = None  # that vLLM read in the first turn, per completion
     tool_mask: list[list[int]] | None = None  # 0 on tokens of tools, per completion
     turn_ids: list[list[int]] | None = None  # turn of each token, per completion
@@ -242,7 +248,7 @@ class Scoring(ForwardPass):
             )
 
 
-def _padded(rows: list[list[Any]], like: torch.Tensor, padding: float) -> torch.Tensor:
+def _padded(rows: Sequence[Sequence[Any]], like: torch.Tensor, padding: float) -> torch.Tensor:
     """Rows of numbers as a tensor of the shape `(B, T)` of `like`."""
     padded = [[*row, *[padding] * (like.shape[1] - len(row))] for row in rows]
     return torch.tensor(padded, device=like.device)

@@ -45,7 +45,7 @@ from .keys import (
 from .pushes import PushesToVLLM
 from .replay import Replay
 from .scoring import score_alone, score_text, sequences_of
-from .trl_interface import check_bases, check_trl, definer
+from .trl_interface import check_bases, check_trl, definer, first_of_user
 from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
 from .vllm_engine import IMAGES, warn_about_images, watch_sampler
 
@@ -193,7 +193,8 @@ class RolloutCorrectionMixin(CorrectsBatches):
             output = super()._generate_and_score_completions(inputs, *args, **kwargs)
         if old_pass is not None:
             expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
-            old_pass.settle(output, expected=expected, anchor_key=self._anchor_key)
+            user = first_of_user(type(self), self._trl_class)
+            old_pass.settle(output, expected=expected, anchor_key=self._anchor_key, user=user)
         if not self._settings.by_trl:
             refuse_weights(output)
         owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
@@ -215,7 +216,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
             output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
             for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
                 output[key] = torch.zeros_like(completion_ids, dtype=torch.float32)
-        if self._settings.changes_loss and self._settings.needs_whole_batch and not self._settings.bypass_mode:
+        if self._settings.needs_whole_batch and not self._settings.bypass_mode and OLD_LOGPS in output:
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
             output[COEFFICIENTS] = corrected.coefficients
@@ -254,11 +255,12 @@ class RolloutCorrectionMixin(CorrectsBatches):
     def _record_logprobs(self, logprobs: list[list[float | None]], prompts: list[list[int]]) -> None:
         """Keep the log-probabilities and the prompts that vLLM returned, per completion."""
         if isinstance(self._pass, Generation):
-            self._pass.logprobs = read_logprobs(logprobs)
+            self._pass.logprobs = logprobs
             self._pass.prompts = self._pass.prompts or prompts  # of the first turn
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:
         """Keep what TRL would discard from `_generate`, and return the result for TRL."""
+        generation.logprobs = read_logprobs(generation.logprobs)
         return generated
 
     def _calculate_rewards(
