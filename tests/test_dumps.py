@@ -33,6 +33,7 @@ from trl_rollout_corr.tools.dump.columns import FORMAT, SCHEMA
 from trl_rollout_corr.tools.dump.folder import files_of
 from trl_rollout_corr.tools.dump.in_effect import read_settings
 from trl_rollout_corr.tools.dump.reading import open_dump
+from trl_rollout_corr.tools.dump.rows import Decoder, on_host
 from trl_rollout_corr.tools.dump.sequences import Sequences
 from trl_rollout_corr.tools.dump.writing import SequenceDump
 
@@ -847,6 +848,30 @@ def test_a_strange_state_of_a_trainer_is_one_line(history, tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}: trainer_state.json")
     assert (said.count("\n"), "unexpected" in said) == (1, False)
+
+
+def test_rows_cost_one_copy_of_a_batch_and_one_text_of_a_token(monkeypatch):
+    batch = {
+        "mask": torch.tensor([[True, True], [True, False], [False, True]]),
+        "token_ids": torch.arange(6).view(3, 2),
+        "train_logps": -torch.rand(3, 2),
+        "half": torch.rand(3, 2).bfloat16()[:, :1],
+        "double": torch.rand(3, dtype=torch.float64),
+        "missing": None,
+    }
+    copies, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x) or cpu(x))
+    for chosen in (None, torch.tensor([2, 0])):
+        rows = [*on_host(batch, chosen)]
+        assert len(rows) == (3 if chosen is None else 2)
+        for place, row in zip(range(3) if chosen is None else chosen, rows, strict=True):
+            assert row.keys() == batch.keys()
+            assert all(x is None if batch[name] is None else x.equal(batch[name][place]) for name, x in row.items())
+    assert len(copies) == 2
+    decoded = []
+    decoder = Decoder(lambda ids: decoded.append(ids) or str(ids))
+    assert [*decoder.of_each([3, 1, 3]), *decoder.of_each([1])] == ["[3]", "[1]", "[3]", "[1]"]
+    assert len(decoded) == 2
 
 
 # Large dumps ------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,43 @@ def tokens_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def on_host(batch: Tensors, chosen: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor | None]]:
     """Split a batch of tensors `(B, ...)`, `mask` among them, into sequences on the CPU: all, or the `chosen` ones."""
-    tensors = {name: x if x is None or chosen is None else x[chosen] for name, x in batch.items()}
-    tensors = {name: None if x is None else x.cpu() for name, x in tensors.items()}
-    mask = tensors["mask"]
-    for i in range(0 if mask is None else len(mask)):
-        yield {name: None if x is None else x[i] for name, x in tensors.items()}
+    given = {name: x for name, x in batch.items() if x is not None}
+    if chosen is not None:
+        places = {device: chosen.to(device) for device in {x.device for x in given.values()}}
+        given = {name: x[places[x.device]] for name, x in given.items()}
+    copied = in_one_copy(given)
+    for i in range(len(copied["mask"])):
+        yield {name: copied[name][i] if name in copied else None for name in batch}
+
+
+def in_one_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU. All of a device are copied at once, because each copy waits for the device."""
+    copied: dict[str, torch.Tensor] = {}
+    for device in {x.device for x in tensors.values()}:
+        here = {name: x.detach() for name, x in tensors.items() if x.device == device}
+        # wide types first, so that each tensor begins at a multiple of its width
+        names = sorted(here, key=lambda name: -here[name].element_size())
+        flat = [here[name].contiguous().flatten().view(torch.uint8) for name in names]
+        parts = torch.cat(flat).cpu().split([len(x) for x in flat])
+        copied |= {name: x.view(here[name].dtype).view(here[name].shape) for name, x in zip(names, parts, strict=True)}
+    return copied
+
+
+class Decoder:
+    """Text of tokens by the `decode` of a tokenizer. That of a single token is decoded once."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.text = decode
+        self._of_token: dict[int, str] = {}
+
+    def of_each(self, ids: Sequence[int]) -> list[str]:
+        """Text of each of the tokens alone."""
+        for token in {*ids} - self._of_token.keys():
+            self._of_token[token] = self.text([token])
+        return [self._of_token[token] for token in ids]
+
+
+_NO_TEXT = Decoder(lambda ids: "")
 
 
 def make_row(
@@ -34,13 +66,12 @@ def make_row(
     rank: int = 0,
     sampled: bool = True,
     worst: bool = False,
-    decode: Callable[[Sequence[int]], str] | None = None,
+    decoder: Decoder = _NO_TEXT,
 ) -> dict[str, Any]:
     """
     Make the row of one sequence of [`on_host`]: TRL's tokens and masks, and tensors of shape `(T,)` or `()` by column.
-    `decode` turns token ids into text; without it, all text is empty.
+    Without a `decoder`, all text is empty.
     """
-    decode = decode or (lambda ids: "")
     n = int(sequence["completion_mask"].sum())
     in_prompt, padding = sequence["prompt_mask"].bool(), sequence.get("padding")
     prompt_ids, token_ids = sequence["prompt_ids"][in_prompt].tolist(), sequence["completion_ids"][:n].tolist()
@@ -49,9 +80,9 @@ def make_row(
         "rank": rank,
         "sampled": sampled,
         "worst": worst,
-        "prompt": decode(prompt_ids),
-        "completion": decode(token_ids),
-        "tokens": [decode([token]) for token in token_ids],
+        "prompt": decoder.text(prompt_ids),
+        "completion": decoder.text(token_ids),
+        "tokens": decoder.of_each(token_ids),
         "token_ids": token_ids,
         "prompt_ids": prompt_ids,
         # given for packed rows; the other rows are as wide as the batch

@@ -20,7 +20,7 @@ from ...trainers.watcher import Watcher
 from .claims import check_folder, claim
 from .folder import append_log, remove_oldest, rewind, write_rows
 from .in_effect import settings_in_effect
-from .rows import make_row, on_host, tokens_of
+from .rows import Decoder, make_row, on_host, tokens_of
 
 
 def columns_of(corrected: CorrectedBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
@@ -75,7 +75,8 @@ class SequenceDump(Watcher):
         seed: int = 0,
         about: dict[str, str] | None = None,
     ) -> None:
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.args, self.accelerator = args, accelerator
+        self.decoder = Decoder(tokenizer.decode)
         self.settings = settings
         self.seed = seed
         self.about = {} if about is None else about  # shared, because a server tells its types later
@@ -257,5 +258,5 @@ class SequenceDump(Watcher):
         return chosen[0], chosen[1], bool((everywhere >= 0).any())
 
     def _row(self, offered: Offered, **chosen: bool) -> dict[str, Any]:
-        rank, decode = self.accelerator.process_index, self.tokenizer.decode
-        return make_row(offered.sequence, offered.step, rank=rank, decode=decode, **chosen)
+        rank = self.accelerator.process_index
+        return make_row(offered.sequence, offered.step, rank=rank, decoder=self.decoder, **chosen)
