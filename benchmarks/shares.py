@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from trl_rollout_corr.tools.diagnosis.observed import k3_of
 from trl_rollout_corr.tools.probe.parts import (
     BODY,
     CACHE,
@@ -43,7 +44,6 @@ from trl_rollout_corr.tools.probe.parts import (
     Part,
     Scored,
     chain_of,
-    k3_of,
     split_gap,
 )
 from trl_rollout_corr.tools.probe.probe import in_process

@@ -158,7 +158,7 @@ TOOLS = {
         "push_checks",
     ],
     "tools.probe": ["parts", "set_up", "process", "probe"],
-    "tools.analysis": ["run", "recompute", "spread", "compare"],
+    "tools.analysis": ["run", "recompute", "compare"],
     "tools.report": [
         "token_tables",
         "examples",

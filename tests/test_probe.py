@@ -20,9 +20,11 @@ from tests.launching import ROOT, benchmarks, run
 from tests.tiny import build_model_with_code
 from tests.training import build_with_dropout
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.correction.functional import k3
 from trl_rollout_corr.tools.decision import in_words
 from trl_rollout_corr.tools.diagnosis import read_tokens
 from trl_rollout_corr.tools.diagnosis.evidence import Evidence
+from trl_rollout_corr.tools.diagnosis.observed import k3_of
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for, write_text
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
@@ -50,7 +52,6 @@ from trl_rollout_corr.tools.probe.parts import (
     chain_of,
     diagnose_parts,
     judged,
-    k3_of,
     split_gap,
     write_answer,
     write_parts,
@@ -108,6 +109,13 @@ def test_parts_add_up_and_each_has_the_size_that_was_put_in():
         assert found[name].k3 == pytest.approx(square / 2, rel=0.1, abs=1e-5), name
     assert (found[MICRO_BATCH].equal, found[MICRO_BATCH].k3) == (1.0, 0.0)
     assert found.keys() == {*put_in, MICRO_BATCH, KERNELS, DECODING}
+
+
+def test_a_token_that_is_impossible_leaves_the_whole_finite():
+    d = np.array([0.0, 1e-4, -800.0, 800.0])
+    whole = split_gap(d, [(PUSH, np.zeros(4))])[-1]
+    assert whole.k3 == pytest.approx(k3(torch.from_numpy(d)).mean().item())
+    assert whole.k3 < 1e27
 
 
 def test_a_part_that_another_one_undoes_gets_nothing():

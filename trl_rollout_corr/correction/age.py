@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from .functional import LARGEST_POWER, accumulation_dtype, k3, select_tokens
+from .functional import accumulation_dtype, k3, select_tokens
 from .metrics import Statistics
 from .sums import Applied, SegmentedSums, Segments
 
@@ -68,7 +68,7 @@ def update_gap(old_logps: torch.Tensor, current_logps: torch.Tensor, mask: torch
     """
     tokens = select_tokens(current_logps, old_logps, mask)
     # d = log pi_current - log pi_old, with the KL estimate k3 = exp(d) - 1 - d
-    gaps = k3(tokens.log_ratio.clamp(max=LARGEST_POWER))
+    gaps = k3(tokens.log_ratio)
     dtype = accumulation_dtype(gaps.device)
     return {"update": torch.stack([x.sum(dtype=dtype) for x in (tokens.lengths, gaps)])}
 

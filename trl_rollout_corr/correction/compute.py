@@ -307,8 +307,11 @@ def _joined(blocks: Iterable[RolloutCorrection], shape: torch.Size) -> RolloutCo
         done = rows.stop
         for name in ("weights", "keep", "valid", "log_ratio"):
             part = getattr(block, name)
-            if part is not None:
-                whole.setdefault(name, part.new_empty(shape))[rows] = part
+            if part is None:
+                continue
+            if name not in whole:
+                whole[name] = part.new_empty(shape)
+            whole[name][rows] = part
         sums.append(block.statistics.vector)
     return replace(block, statistics=block.statistics.combine(torch.stack(sums)), **whole)
 

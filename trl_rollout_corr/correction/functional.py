@@ -235,9 +235,14 @@ def token_divergence(log_ratio: torch.Tensor, divergence: str) -> torch.Tensor:
     return k3(bounded)
 
 
+def excess(log_ratio: torch.Tensor) -> torch.Tensor:
+    """`exp(d) - 1` of log-ratios, at most `exp(60) - 1`."""
+    return torch.expm1(log_ratio.clamp(max=LARGEST_POWER))  # exp(d) - 1 loses every digit for the usual d of 1e-4
+
+
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """`exp(d) - 1 - d` of log-ratios that are bounded from above."""
-    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(d) - 1 loses every digit for the usual d of 1e-4
+    """`exp(d) - 1 - d` of log-ratios, with the bound of [`excess`]."""
+    return excess(log_ratio) - log_ratio
 
 
 def probability_divergence(tokens: Tokens, divergence: str) -> torch.Tensor:

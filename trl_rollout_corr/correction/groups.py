@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from .functional import LARGEST_POWER, accumulation_dtype, as_numbers, k3, row_blocks
+from .functional import accumulation_dtype, as_numbers, k3, row_blocks
 from .sums import Applied, SegmentedSums
 
 
@@ -86,7 +86,7 @@ def add_up_groups(
     }
     if turns is not None and log_ratio is not None:
         # `rollout_nan_policy` neutralizes a valid token without a finite log-ratio
-        d = log_ratio.masked_fill(~valid | ~log_ratio.isfinite(), 0.0).clamp(max=LARGEST_POWER)
+        d = log_ratio.masked_fill(~valid | ~log_ratio.isfinite(), 0.0)
         segments["turn"] = torch.stack([_by_turn(x.to(lengths.dtype), turns) for x in (valid, k3(d))], 1)
     return Groups.of(segments)
 

@@ -26,6 +26,7 @@ from .functional import (
     above,
     accumulation_dtype,
     below,
+    excess,
 )
 from .sums import Applied, Sums, divide, maximum, std
 
@@ -162,13 +163,12 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     c.add("gap", gap)
     logs = torch.cat([train_nll, train_nll - gap, gap], -1).clamp_(max=LARGEST_POWER)
     c.add_columns(("train_ppl", "rollout_ppl", "ppl_ratio"), logs.exp_().mul_(c.rows))
-    # k3 = r - 1 - d with r = exp(d). `expm1` keeps the digits of a small d
-    excess = torch.expm1(d.clamp(max=LARGEST_POWER))
-    c.add("k3", excess - d)
+    above_one = excess(d)
+    c.add("k3", above_one - d)  # as in `k3`
     # chi^2 = E[r^2] - 1 = E[(r - 1)^2 + 2 (r - 1)]: a sum of squares r^2 would lose a small divergence
-    excess.clamp_(max=math.expm1(LOG_RATIO_BOUND))
-    c.add("excess", excess)
-    c.add("chi2_token", row_squares(excess).add_(excess.sum(-1, keepdim=True), alpha=2.0))
+    above_one.clamp_(max=math.expm1(LOG_RATIO_BOUND))
+    c.add("excess", above_one)
+    c.add("chi2_token", row_squares(above_one).add_(above_one.sum(-1, keepdim=True), alpha=2.0))
     # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
     twice = (gap * c.lengths).mul_(-2.0)
     c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))

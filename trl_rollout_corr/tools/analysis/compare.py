@@ -19,9 +19,8 @@ from ..formats import number, three_decimals, yaml_lines
 from ..logs.log_files import refuse_log
 from ..run_facts import trl_corrects
 from ..translation.own_settings import read_config
-from .recompute import Batch, Outcome, batch_of, recompute
+from .recompute import Batch, Outcome, Spread, batch_of, recompute, spread_of
 from .run import clip_range
-from .spread import Spread, spread_of
 
 
 _COLUMNS = (*COLUMNS, "keep")  # of a dump

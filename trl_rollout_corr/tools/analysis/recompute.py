@@ -55,6 +55,13 @@ class Batch(NamedTuple):
         return sum(int(block.mask.sum()) for block in self.blocks)
 
 
+class Spread(NamedTuple):
+    """Log-ratios of `B` completions with at least one token that counts."""
+
+    lengths: torch.Tensor  # tokens per completion, `(B,)`
+    s: float  # root mean square of the log-ratio of a token
+
+
 class Outcome(NamedTuple):
     """What settings do to sequences. `None` where a number is not defined."""
 
@@ -99,6 +106,18 @@ def _block(sequences: Sequences, of_loss: np.ndarray, lengths: np.ndarray, rows:
     advantages = of_rows if np.isnan(sequences.advantages).all() else of_tokens
     advantages = advantages.nan_to_num(0.0, 0.0, 0.0)
     return Block(**padded, advantages=advantages, fresh=torch.from_numpy(sequences.is_fresh[rows]))
+
+
+def spread_of(batch: Batch) -> Spread:
+    """
+    Spread of the log-ratio over tokens with a finite log-probability of both policies; a `ValueError` without any.
+    """
+    tokens = [block.tokens(neutralize=False) for block in batch.blocks]
+    lengths = torch.cat([x.lengths.flatten().double() for x in tokens])
+    if not lengths.any():
+        raise ValueError("no token of the loss has a finite log-probability under both policies")
+    d = torch.cat([x.log_ratio[x.valid > 0].double() for x in tokens])
+    return Spread(lengths[lengths > 0], d.square().mean().sqrt().item())
 
 
 def rejected_by(sequences: Sequences, row: int, settings: Settings) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...correction.functional import LARGEST_POWER, k3
+from ...correction.functional import k3
 from ...correction.sums import Applied, SegmentedSums
 from ...messages import notify
 from ...trainers.forward_pass import evaluating
@@ -239,7 +239,7 @@ def _gaps(logps: Sequence[torch.Tensor], of_sampler: Sequence[torch.Tensor]) -> 
     gaps = [torch.zeros(0, 2, dtype=torch.float64)]
     for log_ratio in (a - b for a, b in zip(logps, of_sampler, strict=True)):
         finite = log_ratio.isfinite()
-        total = k3(log_ratio[finite].clamp(max=LARGEST_POWER)).sum()
+        total = k3(log_ratio[finite]).sum()
         gaps.append(torch.stack([total, finite.sum().double()])[None])
     return torch.cat(gaps)
 

@@ -299,9 +299,14 @@ class DumpedTokens:
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths
 
 
+def k3_of(d: np.ndarray) -> np.ndarray:
+    """`exp(d) - 1 - d`, with the bound of the metric `k3_kl`."""
+    return np.asarray(np.expm1(np.minimum(d, LARGEST_POWER)) - d)
+
+
 def mean_k3(d: np.ndarray) -> float:
-    """Mean of `exp(d) - 1 - d`, with the bound of the metric `k3_kl`; 0 without tokens."""
-    return float(np.mean(np.expm1(np.minimum(d, LARGEST_POWER)) - d)) if d.size else 0.0
+    """Mean of [`k3_of`]; 0 without tokens."""
+    return float(k3_of(d).mean()) if d.size else 0.0
 
 
 def edges_of_bins(keys: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from ...messages import capitalized
 from ..decision import in_words
 from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.evidence import FLOOR, Evidence
+from ..diagnosis.observed import k3_of
 from ..diagnosis.ranking import Diagnosis, Finding
 from ..diagnosis.text import remedy_for
 from ..formats import number, percent, yaml_lines
@@ -107,11 +108,6 @@ class Trial(NamedTuple):
     trainer: float  # time to score, times that of the run
     sampler: float  # time to sample, times that of the run
     weights: float  # bytes, of both sides
-
-
-def k3_of(d: np.ndarray) -> np.ndarray:
-    """`exp(d) - 1 - d`."""
-    return np.asarray(np.expm1(d) - d)
 
 
 def eight_bits(engine: Mapping[str, Any]) -> list[str]:
