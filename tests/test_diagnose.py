@@ -922,6 +922,33 @@ def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_pat
     assert main(["compare", str(tmp_path)]) == 0
 
 
+# Whoever corrects for one of these trains on ratios that mean something else, or keeps a mistake that can be repaired
+NOT_TO_CORRECT = {
+    "adapter_missing",
+    "by_advantage",
+    "first_token",
+    "later_turns",
+    "nan_rows",
+    "never_pushed",
+    "not_sampled",
+    "offset",
+    "other_draws",
+    "padding",
+    "prefix_cache",
+    "pushed_in_part",
+    "shift",
+    "some_completions",
+    "some_prompts",
+    "standing_still",
+    "temperature",
+}
+
+
+def test_the_causes_that_may_not_be_corrected_for():
+    causes = {**CAUSES, **OTHER_CAUSES}
+    assert {name for name, cause in causes.items() if not cause.may_correct} == NOT_TO_CORRECT
+
+
 # The kit ------------------------------------------------------------------------------------------------------------------
 
 

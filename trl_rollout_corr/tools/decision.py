@@ -1,5 +1,5 @@
 """
-The correction to set: the only module that names one. Every alarm, command and page prints its sentence, once.
+The correction to set: the only module that decides it. Every alarm, command and page prints its sentence, once.
 
 To change the answer, change a row. No torch.
 """

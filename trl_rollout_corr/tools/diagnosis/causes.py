@@ -32,8 +32,22 @@ class Cause(NamedTuple):
     may_correct: bool = False  # True if a correction of the gap that is left would not hide a mistake
     normal: bool = False  # True for a cause in every run, where only a large gap is unhealthy
     fallback: Test | None = None  # finds it where nothing else explains the gap
+    without_ratio: bool = False  # True if it acts on tokens without a log-ratio, which come first
+    of_some_tokens: bool = False  # True if it acts on some tokens only, and hides no cause that acts on all
+    of_a_part: bool = False  # True if it is about a part of the completions, which is looked at again
+    at_equal_weights: bool = False  # True if scores right after a push measure it
+    announced: bool = False  # True if the run says so itself, so that the gap is expected
+    harms: bool = False  # True if a correction is to be set however small the gap is
+    no_share: str = ""  # why it explains nothing of d^2
+    parts: tuple[str, ...] = ()  # of the gap, as a probe splits it, on which it acts; the first is its own
 
 
+# Parts of the gap that a probe measures, and that a cause acts on
+PADDING, DROPOUT, OPTIONS = "padding", "dropout", "sampling options and decoding"
+HEAD, BODY = "precision of the head", "precision of the body"
+QUANTISATION, CACHE, PUSH = "quantisation", "key-value cache", "weights that were pushed"
+
+_NO_RATIO = "these tokens have no d"
 _REFER = "importance weights would refer to a policy that no token was sampled from"
 # Only for values that are not the log-probabilities with which the tokens were sampled
 HIDES = f"Do not correct for it: the {_REFER}."
@@ -67,6 +81,9 @@ CAUSES: dict[str, Cause] = {
         {"rollout_nan_policy": "raise"},
         "Inspect the weights of the step that raised the error. Look for a failed push, an overflow in float16, and "
         "faulty kernels in the sampler.",
+        without_ratio=True,
+        of_some_tokens=True,
+        no_share=_NO_RATIO,
     ),
     "missing": Cause(
         "tokens without a log-probability from the sampler",
@@ -74,6 +91,9 @@ CAUSES: dict[str, Cause] = {
         "A `rollout_func` or server returns None, NaN or an infinite number for some tokens. Return the "
         "log-probability of each sampled token, and 0 in `env_mask` for tokens that nobody sampled.",
         may_correct=True,
+        without_ratio=True,
+        of_some_tokens=True,
+        no_share=_NO_RATIO,
     ),
     "shift": Cause(
         "log-probabilities that are one token off",
@@ -99,6 +119,7 @@ CAUSES: dict[str, Cause] = {
         Test(places.first_token, 6.0, 30.0),
         "Compare the first token ids of both prompts. Send ids, not text, to the sampler, and apply the chat template "
         "once. A correction is valid, but the completions answer another prompt.",
+        of_some_tokens=True,
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
@@ -109,6 +130,7 @@ CAUSES: dict[str, Cause] = {
         "Truncated completions are left out of the loss already, so they are not the cause: give trainer and sampler "
         "the same `eos_token_id`, and use no stop strings.",
         may_correct=True,
+        of_some_tokens=True,
     ),
     "seams": Cause(
         "seams between turns: text that was tokenized again",
@@ -116,6 +138,7 @@ CAUSES: dict[str, Cause] = {
         "Decoding and tokenizing again gave other tokens. Keep the sampled token ids, and append those of the tool's "
         "answer.",
         may_correct=True,
+        of_some_tokens=True,
     ),
     "later_turns": Cause(
         "another context in the second and later turns",
@@ -130,6 +153,7 @@ CAUSES: dict[str, Cause] = {
         "Look at what comes after the rewards: values that are computed again or stored in another type, edited "
         "completions, or other sources, such as demonstrations. `k3_kl` may stay flat while the reward falls: watch "
         "`kl_advantage_positive` and `kl_advantage_negative`.",
+        of_a_part=True,
     ),
     "prefix_cache": Cause(
         "a prefix cache that is older than the weights",
@@ -144,6 +168,7 @@ CAUSES: dict[str, Cause] = {
         "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. "
         "Log which replica wrote each completion, and compare the replicas on one request. A correction is valid "
         "if the weights differ, and hides a mistake if the log-probabilities are wrong.",
+        of_a_part=True,
     ),
     "padding": Cause(
         "attention to padding in the trainer, or positions that count padding",
@@ -151,6 +176,7 @@ CAUSES: dict[str, Cause] = {
         "Give the model the attention mask, and `position_ids` that count from the first token of the prompt. "
         "`trl-rollout-corr probe MODEL` scores without padding. Do not correct for it: the trainer scores another "
         "policy than it should.",
+        parts=(PADDING,),
     ),
     "dropout": Cause(
         "dropout in the trainer",
@@ -159,6 +185,7 @@ CAUSES: dict[str, Cause] = {
         {"disable_dropout": True},
         "The dropout comes from `lora_dropout` of an adapter, which should be 0, or from the code of the model.",
         may_correct=True,
+        parts=(DROPOUT,),
     ),
     "some_prompts": Cause(
         "some prompts, and always the same",
@@ -166,6 +193,7 @@ CAUSES: dict[str, Cause] = {
         "Compare these prompts with the others, as both sides read them: length, special tokens, images, and the "
         "adapter that the request names. Leave them out until the cause is found. A correction is valid if the "
         "sampler reads them differently, and hides a mistake if the log-probabilities are wrong.",
+        of_a_part=True,
     ),
     "stale": Cause(
         "stale weights: samples of an older policy",
@@ -173,6 +201,7 @@ CAUSES: dict[str, Cause] = {
         "Sample with newer weights: push them after fewer steps, or make the queue shorter.",
         may_correct=True,
         fallback=Test(drift.old_throughout, 0.9, 0.99),
+        announced=True,
     ),
     "own_updates": Cause(
         "the policy's own updates",
@@ -197,6 +226,7 @@ CAUSES: dict[str, Cause] = {
         "of the steps before and after it tells them apart. Weights that do not arrive would make the gap grow "
         "further.",
         may_correct=True,
+        of_a_part=True,
     ),
     "never_pushed": Cause(
         "weights that do not arrive in the sampler",
@@ -251,6 +281,7 @@ CAUSES: dict[str, Cause] = {
         _TRUNCATED,
         _TRUNCATED,
         may_correct=True,
+        parts=(OPTIONS,),
     ),
     "penalty": Cause(
         "a penalty on repeated tokens",
@@ -260,6 +291,7 @@ CAUSES: dict[str, Cause] = {
         {"repetition_penalty": 1.0, "generation_kwargs": {"presence_penalty": 0.0, "frequency_penalty": 0.0}},
         f"The penalty is set elsewhere: {_ELSEWHERE}",
         may_correct=True,
+        parts=(OPTIONS,),
     ),
     "temperature": Cause(
         "another temperature, or log-probabilities before temperature",
@@ -295,6 +327,7 @@ CAUSES: dict[str, Cause] = {
         "The checkpoint or the server asks for the low precision: name the type of the model, such as "
         "`kv_cache_dtype: bfloat16`, or start the server with `--kv-cache-dtype bfloat16`.",
         may_correct=True,
+        parts=(CACHE,),
     ),
     "quantised": Cause(
         "a quantised sampler",
@@ -302,6 +335,7 @@ CAUSES: dict[str, Cause] = {
         "This gap is the price of faster sampling, and `trl-rollout-corr probe` measures it. Keep head, embeddings "
         "and the key-value cache in 16 bits.",
         may_correct=True,
+        announced=True,
     ),
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed "
@@ -312,6 +346,7 @@ CAUSES: dict[str, Cause] = {
         "`trainer.rollout_step`.",
         may_correct=True,
         fallback=Test(precision.noisy_weights, 0.55, 0.65),
+        parts=(QUANTISATION, PUSH),
     ),
     "head": Cause(
         "precision of the head",
@@ -322,6 +357,8 @@ CAUSES: dict[str, Cause] = {
         _IN_FLOAT16,
         may_correct=True,
         normal=True,
+        at_equal_weights=True,
+        parts=(HEAD,),
     ),
     "rounding": Cause(
         "rounding of bfloat16 or float16",
@@ -333,5 +370,7 @@ CAUSES: dict[str, Cause] = {
         _IN_FLOAT16,
         may_correct=True,
         normal=True,
+        at_equal_weights=True,
+        parts=(BODY,),
     ),
 }

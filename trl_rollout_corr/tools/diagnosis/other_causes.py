@@ -56,6 +56,8 @@ OTHER_CAUSES: dict[str, Cause] = {
         "Each weight is the product of a completion's ratios, so even a small gap adds up: every step is smaller than "
         "`learning_rate` says, and long completions count least.",
         may_correct=True,
+        harms=True,
+        no_share="it is what the run does with the gap",
     ),
     "frozen_base": Cause(
         "frozen weights that change with each push",
@@ -69,5 +71,6 @@ OTHER_CAUSES: dict[str, Cause] = {
         "Trainer and sampler share it, but the saved adapter will be loaded on the unchanged base: measure its "
         "accuracy there, or train the adapter on the base without quantisation.",
         may_correct=True,
+        no_share="trainer and sampler share it",
     ),
 }

@@ -1,6 +1,6 @@
 """The search: the order of the tests, and the certainty of the causes that they find."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ...settings.resolve import Settings
@@ -25,8 +25,6 @@ _REST = 0.3  # unexplained share of d^2 above which the search looks for diffuse
 
 _ENOUGH = 200  # fewest tokens of a part that is looked at alone
 _THERE = "looked at alone, these completions show more: "
-# Causes that are about a part of the completions, which is looked at again
-OF_A_PART = {"by_advantage", "changed", "some_completions", "some_prompts"}
 
 
 class Stage(NamedTuple):
@@ -45,8 +43,6 @@ class Stage(NamedTuple):
         return [(name, CAUSES[name].test) for name in self.causes] + [(name, test) for name, test in late if test]
 
 
-WITHOUT_RATIO = {"nan_rows", "missing"}  # causes of tokens without a log-ratio, which explain nothing of d^2
-_OF_SOME = {*WITHOUT_RATIO, "first_token", "last_token", "seams"}  # causes that act on some tokens only
 STAGES = (
     Stage(("nan_rows", "missing"), several=True, floor=False),
     Stage(("shift",), ends=True),
@@ -119,7 +115,7 @@ class Diagnosis(NamedTuple):
     def decision(self) -> Decision:
         """The correction to set."""
         hides = any(not (x.cause.may_correct or x.cause.normal) and x.certainty > LIKELY for x in self.findings)
-        harmed = self.harmed or any(x.name == "whole_completions" for x in self.findings)
+        harmed = self.harmed or any(x.cause.harms for x in self.findings)
         # what a correction tolerates without an alarm is small
         gap = "small" if self.corrects and self._is_quiet and self.size >= LARGE else gap_of(self.size)
         return decide(self.settings, self.fields, gap=gap, is_harmed=harmed, hides_mistake=hides)
@@ -136,9 +132,7 @@ class Diagnosis(NamedTuple):
         correction is to be set.
         """
         found = [x for x in self.findings if not x.cause.normal]
-        announced = all(
-            x.name == "quantised" or (x.name == "stale" and x.evidence.numbers.get("oldest", 1)) for x in found
-        )
+        announced = all(x.cause.announced and x.evidence.numbers.get("oldest", 1) for x in found)
         small = self.size < LARGE or self._is_quiet
         return bool(found) and small and announced and not self.decision.set
 
@@ -181,21 +175,26 @@ def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
 def _all_findings(o: DumpedTokens, without: Collection[str]) -> list[Finding]:
     """Findings in the order in which they are told: by what they explain, and normal causes last."""
     if with_equal_weights(o) < NONE:
-        without = {*without, "head", "rounding"}  # measured at the first push
+        without = {*without, *_those(lambda cause: cause.at_equal_weights)}  # measured at the first push
     findings, ended = _look(o, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings)
     # causes that act on all tokens hide the diffuse ones
-    if not ended and not {x.name for x in findings} - _OF_SOME and rest > _REST and _matters(o):
+    if not ended and all(x.cause.of_some_tokens for x in findings) and rest > _REST and _matters(o):
         diffuse, _ = _look(o, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
     if all(finding.cause.normal for finding in findings) and o.size < LARGE:
         findings += _look(o, LAST, without)[0]
     # tokens without a log-ratio come first, and normal causes last, however large
-    findings.sort(key=lambda x: (x.name not in WITHOUT_RATIO, x.cause.normal, -x.share * x.certainty))
+    findings.sort(key=lambda x: (not x.cause.without_ratio, x.cause.normal, -x.share * x.certainty))
     faults = [finding for finding in findings if not finding.cause.normal]
     normal = [finding for finding in findings if finding.cause.normal]
     faults = [x for finding in faults for x in (finding, *_within(o, finding, without))]
     return faults + _other(o) + normal  # a fault also causes the effects of a large gap
+
+
+def _those(have: Callable[[Cause], bool]) -> set[str]:
+    """Names of the causes that have a property."""
+    return {name for name, cause in CAUSES.items() if have(cause)}
 
 
 def _matters(o: DumpedTokens) -> bool:
@@ -218,7 +217,7 @@ def _within(o: DumpedTokens, finding: Finding, without: Collection[str]) -> list
     part = o.within(rows, tokens)
     if len(part) < _ENOUGH:
         return []
-    found, ended = _look(part, STAGES, {*without, *OF_A_PART})
+    found, ended = _look(part, STAGES, {*without, *_those(lambda cause: cause.of_a_part)})
     found = found if found or ended else _look(part, DIFFUSE, without)[0]
     faults = sorted((x for x in found if not x.cause.normal), key=lambda x: -x.share * x.certainty)
     return [

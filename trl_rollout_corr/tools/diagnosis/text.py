@@ -12,8 +12,7 @@ from ..formats import number, percent, yaml_lines
 from ..run_facts import done_about_gap
 from .causes import Cause
 from .evidence import FLOOR, LARGE
-from .other_causes import OTHER_CAUSES
-from .ranking import WITHOUT_RATIO, Diagnosis, Finding
+from .ranking import Diagnosis, Finding
 
 
 FEW = 1000  # tokens below which a gap without a cause says little
@@ -113,12 +112,8 @@ def sure(finding: Finding) -> str:
 
 def explains(finding: Finding) -> str:
     """The share that a cause explains, as the end of a sentence."""
-    if finding.name in WITHOUT_RATIO:
-        return "explains nothing of d^2, because these tokens have no d"
-    if finding.name == "frozen_base":
-        return "explains nothing of d^2, because trainer and sampler share it"
-    if finding.name in OTHER_CAUSES:
-        return "explains nothing of d^2, because it is what the run does with the gap"
+    if finding.cause.no_share:
+        return f"explains nothing of d^2, because {finding.cause.no_share}"
     return f"explains {percent(round(finding.share, 2))} of d^2"
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from ...messages import capitalized
 from ..decision import in_words
 from ..diagnosis import DumpedTokens, diagnose
+from ..diagnosis.causes import BODY, CACHE, CAUSES, DROPOUT, HEAD, OPTIONS, PADDING, PUSH, QUANTISATION
 from ..diagnosis.evidence import FLOOR, Evidence
 from ..diagnosis.observed import k3_of
 from ..diagnosis.ranking import Diagnosis, Finding
@@ -24,25 +25,13 @@ from ..diagnosis.text import remedy_for
 from ..formats import number, percent, yaml_lines
 
 
-MICRO_BATCH, PADDING, DROPOUT = "micro-batch of the trainer", "padding", "dropout"
-HEAD, BODY, KERNELS = "precision of the head", "precision of the body", "other modules and kernels of vLLM"
-QUANTISATION, CACHE, PUSH = "quantisation", "key-value cache", "weights that were pushed"
-DECODING, OPTIONS = "decoding against prefill", "sampling options and decoding"
-WHOLE = "the whole"
+# Parts on which no cause acts
+MICRO_BATCH, KERNELS = "micro-batch of the trainer", "other modules and kernels of vLLM"
+DECODING, WHOLE = "decoding against prefill", "the whole"
 # Configurations of other processes that form a step of the chain, and settings to try
 FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no quantisation in the sampler"
 EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by the engine's argument
-# Parts on which causes of `diagnosis` act
-_PARTS = {
-    "padding": (PADDING,),
-    "dropout": (DROPOUT,),
-    "head": (HEAD,),
-    "rounding": (BODY,),
-    "kv_cache": (CACHE,),
-    "weights": (QUANTISATION, PUSH),
-    "truncation": (OPTIONS,),
-    "penalty": (OPTIONS,),
-}
+_PARTS = {name: cause.parts for name, cause in CAUSES.items() if cause.parts}
 # A part with at most the first share of the gap is in doubt and rules its causes out. A part with the second share is
 # found
 SMALL, _LARGE = 0.2, 0.75
