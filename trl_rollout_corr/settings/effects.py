@@ -223,8 +223,8 @@ def _lost_weight(bounding: Bounding, length: float) -> str:
         return f"one {_longest(length)} keeps {_percent(means[0])} to {_percent(means[1])} of its loss on average."
     if sizes[0] < _FEW:
         return (
-            f"the effective sample size of completions {_longest(length)} is {_percent(sizes[0])}, because a few large "
-            "weights outweigh the others."
+            f"the effective sample size of completions {_longest(length)} is {_percent(sizes[0])}, because a few "
+            "large weights outweigh the others."
         )
     return ""
 
