@@ -45,8 +45,11 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
 # address: the Hub token, or the keys of a store in `model_loader_extra_config`. Of them only numbers and truths are
 _OF_ENGINE = frozenset({
     "attention_backend",
+    "attention_config",
+    "compilation_config",
     "dtype",
     "hf_overrides",
+    "kernel_config",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
     "linear_backend",
@@ -76,7 +79,7 @@ def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
                 written[name] = {key: value[key] for key in keys if key in value}
             elif not keys or value is None:
                 written[name] = value
-    engine = settings.rollout_engine_kwargs or {}
+    engine = plain(settings.rollout_engine_kwargs or {})
     public = {name: x for name, x in engine.items() if name in _OF_ENGINE or isinstance(x, bool | int | float)}
     written["rollout_engine_kwargs"] = public or None
     return {name: plain(value) for name, value in written.items()}
