@@ -157,10 +157,10 @@ def check_batch_normalization(config: Any, settings: Settings) -> None:
         return
     name, reason, remedy = (
         "rollout_is_batch_normalize",
-        "and with `bypass_mode` the mean is over the micro-batch of all ranks, which is one sequence: its weight would "
-        "always be 1",
-        "Set `per_device_train_batch_size` to 2 or more (and divide `gradient_accumulation_steps` accordingly), or use "
-        "`bypass_mode=False`, which normalises over the generation batch.",
+        "and with `bypass_mode` the mean is over the micro-batch of all ranks, which is one sequence: its weight "
+        "would always be 1",
+        "Set `per_device_train_batch_size` to 2 or more (and divide `gradient_accumulation_steps` accordingly), or "
+        "use `bypass_mode=False`, which normalises over the generation batch.",
     )
     if normalizes_over(settings, "sequence", "geometric"):
         raise SettingError(name, True, reason, remedy=remedy)
