@@ -1,6 +1,5 @@
 """Tables of the results, with the spread over training seeds. Definitions: `PROTOCOL.md`. No torch here."""
 
-import random
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from math import sqrt
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from plan import RATES
 from seeds import (
     DIFFERS,
@@ -18,6 +18,7 @@ from seeds import (
     REFERENCE,
     Scores,
     differ,
+    drawn_scores,
     interval,
     regret,
     scores,
@@ -186,20 +187,16 @@ def kept_interval(
     cells: Mapping[str, Scores], arm: str, starts: Mapping[str, float], spread: Spread
 ) -> tuple[int, int]:
     """In how many cells an arm keeps 0.9 of the gain, in the middle 90 of 100 draws of all means."""
-    dice, found = random.Random(0), []
     means = [
-        (
-            starts[name],
-            *((mean(cell[one].values()), spread(name, one) / sqrt(len(cell[one]))) for one in (arm, REFERENCE)),
-        )
+        (mean(cell[one].values()), spread(name, one) / sqrt(len(cell[one])))
         for name, cell in cells.items()
+        for one in (arm, REFERENCE)
     ]
-    for _ in range(DRAWS):
-        drawn = [(start, dice.gauss(*own), dice.gauss(*reference)) for start, own, reference in means]
-        found.append(sum(own - start >= GAIN * (reference - start) for start, own, reference in drawn))
-    found.sort()
+    drawn, start = drawn_scores(means, DRAWS), np.array([starts[name] for name in cells])
+    own, reference = drawn[:, ::2], drawn[:, 1::2]
+    found = np.sort((own - start >= GAIN * (reference - start)).sum(1))
     edge = round((1 - MIDDLE) / 2 * DRAWS)
-    return found[edge], found[-edge - 1]
+    return int(found[edge]), int(found[-edge - 1])
 
 
 def masks(rows: Sequence[Row]) -> str:

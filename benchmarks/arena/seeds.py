@@ -5,12 +5,15 @@ Scores are those of rows of `results.row_of`. Cells have scores by arm and seed.
 """
 
 import random
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import sqrt
 from statistics import mean, variance
 from typing import Any
+
+import numpy as np
 
 
 Scores = Mapping[str, Mapping[int, float]]  # of a cell, by arm and seed
@@ -79,15 +82,26 @@ def worst_regret(cells: Mapping[str, Scores], arm: str) -> tuple[float, str]:
     return max((regret(cell, arm), name) for name, cell in cells.items() if arm in cell)
 
 
+_dice, _normal = random.Random(0), array("d")  # numbers that were drawn, which all draws begin with
+
+
+def drawn_scores(scores: Sequence[tuple[float, float]], draws: int) -> np.ndarray:
+    """Draws of scores with a mean and a deviation, `(draws, scores)`; always the same."""
+    number = draws * len(scores)
+    while len(_normal) < number:
+        _normal.append(_dice.gauss(0.0, 1.0))
+    mean_of, deviation_of = np.array(scores).T
+    return mean_of + np.array(_normal[:number]).reshape(draws, -1) * deviation_of
+
+
 @lru_cache(maxsize=2)  # arms of the same cells share their draws, and most follow each other
-def drawn_regrets(cells: tuple[tuple[tuple[float, float], ...], ...], draws: int) -> list[list[tuple[float, ...]]]:
-    """How far each arm of each cell is behind the best one, by draw. Of an arm, mean and deviation are given."""
-    dice, found = random.Random(0), []
-    for _ in range(draws):
-        drawn = [[dice.gauss(*of_arm) for of_arm in cell] for cell in cells]
-        best = map(max, drawn)
-        found.append([tuple(top - score for score in cell) for top, cell in zip(best, drawn, strict=True)])
-    return found
+def drawn_regrets(cells: tuple[tuple[tuple[float, float], ...], ...], draws: int) -> list[np.ndarray]:
+    """
+    How far each arm of a cell is behind the best one, `(draws, arms)`, of each cell. Of an arm, mean and deviation are given.
+    """
+    drawn = drawn_scores([of_arm for cell in cells for of_arm in cell], draws)
+    ends = np.cumsum([len(cell) for cell in cells])[:-1]
+    return [cell.max(1, keepdims=True) - cell for cell in np.split(drawn, ends, axis=1)]
 
 
 def interval(
@@ -108,7 +122,6 @@ def interval(
     }
     places = [[*of_arms].index(arm) for of_arms in means.values()]
     regrets = drawn_regrets(tuple(tuple(of_arms.values()) for of_arms in means.values()), draws)
-    found = [max(cell[place] for cell, place in zip(draw, places, strict=True)) for draw in regrets]
-    found.sort()
+    found = np.sort(np.max([cell[:, place] for cell, place in zip(regrets, places, strict=True)], axis=0))
     edge = round((1 - MIDDLE) / 2 * draws)
-    return found[edge], found[-edge - 1]
+    return float(found[edge]), float(found[-edge - 1])
