@@ -240,6 +240,7 @@ WITHOUT_TOOLS = [
 IMPORTS = """
 import importlib, json, sys, warnings
 
+sys.modules["vllm"] = None  # no module of ours is imported with it alone, and it takes longer than all others
 model, folder = sys.argv[1:3]
 without_torch, without_matplotlib, without_trl, trainers = map(json.loads, sys.argv[3:])
 
@@ -290,7 +291,7 @@ forget()
 for name in [name for name in sys.modules if name.startswith("trl.experimental")]:
     del sys.modules[name]  # TRL warns when it is imported
 with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")  # what vLLM imports has switched warnings off
+    warnings.simplefilter("always")
     exec("from trl_rollout_corr import *")
 found["experimental"] = RolloutCorrectedAsyncGRPOTrainer._trl_class.__module__
 found["told"] = [warning.category.__name__ for warning in told]
