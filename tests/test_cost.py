@@ -1,5 +1,8 @@
 """The step never waits for the device on behalf of the correction."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -100,17 +103,39 @@ def reads_outside_the_model(trainer) -> int:
     return reads.count
 
 
+COMMON = {"max_steps": 4, "logging_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def reads_of_trl(tiny_model_path, tmp_path_factory) -> Callable[[str], int]:
+    """How often TRL's own trainer reads in a schedule. It is trained once for all modes."""
+
+    @cache
+    def counted(schedule: str) -> int:
+        plain = build(
+            GRPOTrainer,
+            GRPOConfig,
+            tiny_model_path,
+            tmp_path_factory.mktemp("plain"),
+            vllm_importance_sampling_correction=False,
+            sampler=StaleSampler(tiny_model_path),
+            schedule=schedule,
+            **COMMON,
+        )
+        return reads_outside_the_model(plain)
+
+    return counted
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["aligned", "two iterations"])
-def test_training_reads_as_often_as_without_correction_and_once_per_log(tiny_model_path, tmp_path, mode, schedule):
-    common = {"sampler": StaleSampler(tiny_model_path), "schedule": schedule, "max_steps": 4, "logging_steps": 2}
-    plain = build(
-        GRPOTrainer, GRPOConfig, tiny_model_path, tmp_path, vllm_importance_sampling_correction=False, **common
-    )
-    ours = build(
-        RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig, tiny_model_path, tmp_path, **common, **MODES[mode]
-    )
+def test_training_reads_as_often_as_without_correction_and_once_per_log(
+    reads_of_trl, tiny_model_path, tmp_path, mode, schedule
+):
+    trainer = RolloutCorrectedGRPOTrainer, RolloutCorrectedGRPOConfig
+    sampler = StaleSampler(tiny_model_path)
+    ours = build(*trainer, tiny_model_path, tmp_path, sampler=sampler, schedule=schedule, **COMMON, **MODES[mode])
     logs, reads = 2, 4  # per log one transfer, and looks at each kind of sums that was transferred
     arrival = ours.args.settings.corrects  # once, at the first step: whether the correction reached the loss
     visits = 8 if schedule == "two iterations" else 0  # looks at the flags of a micro-batch, which are on the CPU
-    assert reads_outside_the_model(ours) == reads_outside_the_model(plain) + logs * reads + arrival + visits
+    assert reads_outside_the_model(ours) == reads_of_trl(schedule) + logs * reads + arrival + visits
