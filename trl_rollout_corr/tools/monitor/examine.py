@@ -51,28 +51,34 @@ class Examiner:
 
     def observe(self, entry: Mapping[str, object]) -> list[Alarm]:
         """Alarms that hold now, the most serious first. An entry without metrics of rollout correction is ignored."""
+        return by_severity(self._alarm(*passed) for passed in self._passed(entry))
+
+    def _passed(self, entry: Mapping[str, object]) -> list[tuple[Bound, float, float, Window]]:
+        """Bounds that are passed now and not silenced by another, each with its limit, the value and the window."""
         if not is_training_window(entry):
             return []
         window = self._window(entry)
         self._course.add(window)
-        holding = [
-            self._alarm(bound, limit, value, window)
+        passed = [
+            (bound, limit, value, window)
             for bound, limit in ((BOUNDS[name], limit) for name, limit in self._limits.items())
             if (value := bound.value(window)) is not None
             and self._holds(bound, value, limit)
             and bound.confirmed(window)
         ]
-        silenced = {name for alarm in holding for name in SILENCED[alarm.bound]}
-        return by_severity(alarm for alarm in holding if alarm.bound not in silenced)
+        silenced = {name for bound, *_ in passed for name in SILENCED[bound.name]}
+        return [one for one in passed if one[0].name not in silenced]
 
     def alarms_of(self, history: Iterable[Mapping[str, object]]) -> list[Alarm]:
         """One alarm per bound of the entries of a log, the most serious first."""
-        alarms: dict[str, Alarm] = {}
+        first: dict[str, Alarm] = {}
+        last: dict[str, int] = {}
         for entry in history:
-            for alarm in self.observe(entry):
-                first = alarms.setdefault(alarm.bound, alarm)
-                alarms[alarm.bound] = replace(first, last_step=alarm.step)
-        return by_severity(alarms.values())
+            for bound, limit, value, window in self._passed(entry):
+                if bound.name not in first:
+                    first[bound.name] = self._alarm(bound, limit, value, window)
+                last[bound.name] = window.step
+        return by_severity(replace(alarm, last_step=last[name]) for name, alarm in first.items())
 
     def _holds(self, bound: Bound, value: float, limit: float) -> bool:
         streak = self._streaks[bound.name]

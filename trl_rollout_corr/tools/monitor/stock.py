@@ -23,7 +23,7 @@ def is_stock_window(entry: Mapping[str, object]) -> bool:
 def value_of(entry: Mapping[str, object], key: str) -> float | None:
     """A number of a log entry; `None` if it is missing or not finite."""
     value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 

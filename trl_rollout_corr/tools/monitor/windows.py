@@ -5,6 +5,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...messages import PREFIX
@@ -221,7 +222,7 @@ class Window:
         if key in _GAPS and not self.before_updates:
             return None
         value = self.metrics.get(PREFIX + key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
             return None
         return float(value)
 
@@ -256,7 +257,7 @@ class Window:
         """True if the run trains several times on a batch."""
         return iterations_of(self.fields) > 1
 
-    @property
+    @cached_property
     def before_updates(self) -> bool:
         """True if the policy did not train yet on the samples of the ratios."""
         return not self.reuses or self.settings is None or not self.settings.bypass_mode
