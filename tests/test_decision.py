@@ -50,6 +50,7 @@ from trl_rollout_corr.tools.dump.reading import read_table
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import fill
 from trl_rollout_corr.tools.monitor.windows import Window
+from trl_rollout_corr.tools.report import log_charts
 from trl_rollout_corr.tools.report.compose import compose
 from trl_rollout_corr.tools.report.facts import analyse
 
@@ -242,9 +243,15 @@ def said_by_all(folder, config, capsys):
     return code, diagnosed, compared["recommendation"], of_page, named
 
 
+@pytest.fixture
+def no_charts(monkeypatch):
+    """Drawing charts takes longer than everything that is said."""
+    monkeypatch.setattr(log_charts, "draw_trends", lambda *args: [])
+
+
 @pytest.mark.parametrize("trainer", CLASSES)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_all_voices_say_the_same(trainer, name, tmp_path, capsys):
+def test_all_voices_say_the_same(trainer, name, tmp_path, capsys, no_charts):
     """48 runs with three ages and two gaps for each trainer: no voice contradicts another."""
     for (age, steps), (gap, spread) in itertools.product(AGES.items(), GAPS.items()):
         folder = tmp_path / f"{age}-{gap}"
