@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from textwrap import dedent
 
@@ -311,9 +312,23 @@ def test_a_run_that_a_probe_cannot_split_is_refused(tiny_model_path, tmp_path):
         read_request(request(tiny_model_path, tmp_path, "--temperature", "1", "dump"))
 
 
-def test_a_value_that_argparse_refuses_is_named(tiny_model_path, tmp_path):
+@pytest.fixture
+def begin_with(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Lines of Python that each process that begins from here runs first."""
+
+    def begin(lines: str):
+        folder = tmp_path / "site"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(lines)
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+    return begin
+
+
+def test_a_value_that_argparse_refuses_is_named(tiny_model_path, tmp_path, begin_with):
     from trl_rollout_corr.tools.probe.probe import in_process
 
+    begin_with('import sys; sys.modules["vllm"] = None')  # which takes most of the time to import
     with pytest.raises(ValueError, match=r"^argument --temperature: invalid float value: 'warm'$"):
         in_process("a run", request(tiny_model_path, tmp_path, "--temperature", "warm"), tmp_path / "process")
 
@@ -494,14 +509,12 @@ def command(model, *options) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def port_taken_late(tmp_path, monkeypatch):
+def port_taken_late(begin_with):
     """
     Another training of this machine holds port 29500, and took it just after TRL had seen that it is free: of a process
     that begins from here, a look from Python does not see it.
     """
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
+    begin_with(
         dedent("""\
             import socket
 
@@ -509,7 +522,6 @@ def port_taken_late(tmp_path, monkeypatch):
             socket.socket.bind = lambda self, address: None if address[1] == 29500 else bind(self, address)
         """)
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     with socket.socket() as other:
         with suppress(OSError):  # some other process has it, which is as well
             other.bind(("", 29500))
