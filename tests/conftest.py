@@ -40,15 +40,23 @@ trackio_folder, wandb_folder = tempfile.TemporaryDirectory(), tempfile.Temporary
 os.environ["TRACKIO_DIR"], os.environ["WANDB_DIR"] = trackio_folder.name, wandb_folder.name
 
 
-@pytest.fixture(scope="session")
-def imported_trl():
-    """TRL, kept out of garbage collection: `Trainer.train()` collects, which would cost more than a tiny model's training."""
-    from trl import GRPOTrainer, RLOOTrainer  # noqa: F401
-
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """
+    What is there before a file of tests, kept out of garbage collection: `Trainer.train()` collects, which would cost more
+    than a tiny model's training, and the more the more files a process has run.
+    """
     gc.collect()
     gc.freeze()
-    yield
+
+
+def pytest_unconfigure():
     gc.unfreeze()  # or extension modules report leaks at exit
+
+
+@pytest.fixture(scope="session")
+def imported_trl():
+    from trl import GRPOTrainer, RLOOTrainer  # noqa: F401
 
 
 @pytest.fixture(scope="session")
