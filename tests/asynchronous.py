@@ -119,9 +119,8 @@ class WorkerHere:
         for turn in range(self.turns):
             if turn:
                 ids, mask, logps = [*ids, 5, 6], [*mask, 0, 0], [*logps, 0.0, 0.0]
-            out = self.sampler.sample([PROMPTS[0]], self.tokenizer, key=f"{self.seed} {i} {turn}")
-            tokens = out["completion_ids"][0]
-            scored = self.sampler.score(ids, tokens)
+            tokens = self.sampler.draw(self.tokenizer, random.Random(f"{self.seed} {i} {turn}"))
+            (scored,) = self.sampler.score([ids], [tokens])
             noise = [self.sampler.noise * dice.gauss(0, 1) for _ in tokens]
             ids, mask = [*ids, *tokens], [*mask, *[1] * len(tokens)]
             logps = [*logps, *(min(x + y, 0.0) for x, y in zip(scored, noise, strict=True))]

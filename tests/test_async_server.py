@@ -224,7 +224,8 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
     for number in range(8):
         _, ids, theirs = zip(*(token for token in sampled if token[0] == number), strict=True)
         by_old, by_new = (
-            np.abs(np.subtract(StaleSampler.score(SimpleNamespace(model=model), prompt, list(ids)), theirs)) < 1e-3
+            np.abs(np.subtract(StaleSampler.score(SimpleNamespace(model=model), [prompt], [list(ids)])[0], theirs))
+            < 1e-3
             for model in (before, after)
         )
         n_old = len(ids) if by_old.all() else int(np.argmin(by_old))

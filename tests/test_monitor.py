@@ -218,8 +218,7 @@ def test_a_run_with_nothing_to_learn_from_is_warned_about(make, tiny_model_path,
     def cut(output):
         """Let no completion end, and give the log-probabilities of what it has then."""
         nothing_ends(output)
-        pairs = zip(output["prompt_ids"], output["completion_ids"], strict=True)
-        output["logprobs"] = [sampler.score(prompt, ids) for prompt, ids in pairs]
+        output["logprobs"] = sampler.score(output["prompt_ids"], output["completion_ids"])
 
     sampler = BrokenSampler(tiny_model_path, cut, noise=0.0)
     extra = {"reward_funcs": REWARDS[reward]}

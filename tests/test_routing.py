@@ -348,11 +348,14 @@ class RoutedSampler(StaleSampler):
         for i in range(0, len(prompts) if self.cut else 0, 2):
             if len(found["completion_ids"][i]) > 1:
                 found["completion_ids"][i].pop()
-                found["logprobs"][i] = self.score(found["prompt_ids"][i], found["completion_ids"][i])
+                found["logprobs"][i] = self.score_alone(found["prompt_ids"][i], found["completion_ids"][i])
         return found
 
+    def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        return [*map(self.score_alone, prompts, completions)]
+
     @torch.no_grad()
-    def score(self, prompt: list[int], completion: list[int]) -> list[float]:
+    def score_alone(self, prompt: list[int], completion: list[int]) -> list[float]:
         ids = torch.tensor([prompt + completion])
         routes = (routes_of(self.model, ids) + self.shift) % 8
         with self.replay.over(self.model, routes):

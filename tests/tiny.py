@@ -134,21 +134,28 @@ class StaleSampler:
     def sample(self, prompts, tokenizer, key: str) -> dict:
         dice = random.Random(key)
         prompt_ids = [tokenizer(prompt).input_ids for prompt in prompts]
-        completion_ids = [
-            [dice.randrange(3, len(tokenizer)) for _ in range(dice.randint(*self.lengths) - 1)]
-            + [tokenizer.eos_token_id]
-            for _ in prompts
-        ]
+        completion_ids = [self.draw(tokenizer, dice) for _ in prompts]
         logprobs = [
-            [min(logp + self.noise * dice.gauss(0, 1), 0.0) for logp in self.score(prompt, completion)]
-            for prompt, completion in zip(prompt_ids, completion_ids, strict=True)
+            [min(logp + self.noise * dice.gauss(0, 1), 0.0) for logp in logps]
+            for logps in self.score(prompt_ids, completion_ids)
         ]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
+    def draw(self, tokenizer, dice: random.Random) -> list[int]:
+        """A completion: random tokens and the end."""
+        length = dice.randint(*self.lengths) - 1
+        return [*(dice.randrange(3, len(tokenizer)) for _ in range(length)), tokenizer.eos_token_id]
+
     @torch.no_grad()
-    def score(self, prompt: list[int], completion: list[int]) -> list[float]:
-        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
+    def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        width = max(map(len, rows))
+        padded = [row + [0] * (width - len(row)) for row in rows]  # at the end, where no token looks
+        logits = self.model(torch.tensor(padded)).logits
+        return [
+            of_row[len(prompt) - 1 :].log_softmax(-1)[range(len(completion)), completion].tolist()
+            for of_row, prompt, completion in zip(logits, prompts, completions, strict=True)
+        ]
 
 
 # A conversation with tools, in characters: a turn ends with <eos>, and the answer of a tool stands between ">" and "="
