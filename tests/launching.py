@@ -104,6 +104,7 @@ def benchmarks(*folders: str) -> Iterator[Callable[[str], ModuleType]]:
 
 
 def _forget_benchmarks():
+    folder = str(ROOT / "benchmarks")
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(ROOT / "benchmarks")):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
             del sys.modules[name]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,8 +50,13 @@ TRAINERS = Trainers()
 
 def push_by_reload(generation):
     """As the benchmarks do: TRL's own trainers cannot push weights to a vLLM on a CPU."""
+    _reloading().push_by_reload(generation)
+
+
+@functools.cache
+def _reloading() -> ModuleType:
     with benchmarks("") as load:
-        load("reloading").push_by_reload(generation)
+        return load("reloading")
 
 
 # (gradient_accumulation_steps, steps_per_generation, num_iterations)
