@@ -29,28 +29,30 @@ class Jump(NamedTuple):
     ages: int  # number of different ages in the dump
 
 
-def changed(o: DumpedTokens) -> Evidence | None:
+def changed(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether the gap begins or ends at one step. The scores after pushes tell whether it exists with equal weights:
     then neither the age of the samples nor the learning rate explains it. Without such scores, either may.
     """
-    jump = _jump(o)
+    jump = _jump(tokens)
     if jump is None:
         return None
-    after = o.step >= jump.step
+    after = tokens.step >= jump.step
     large = after if jump.rise > 0 else ~after
-    pace = _pace(o, jump)
-    observed = beside_equal_weights(o, large, jump.step, paced=bool(pace))
-    if observed == "no" or (observed == "unknown" and _is_of_old_weights(o, jump, pace)):
+    pace = _pace(tokens, jump)
+    observed = beside_equal_weights(tokens, large, jump.step, paced=bool(pace))
+    if observed == "no" or (observed == "unknown" and _is_of_old_weights(tokens, jump, pace)):
         return None
-    inside = {name: o.core & (jump.alike & side)[o.row] for name, side in (("before", ~after), ("after", after))}
-    numbers = {"step": float(jump.step), **{name: rms(o.d[here]) for name, here in inside.items()}}
+    inside = {
+        name: tokens.core & (jump.alike & side)[tokens.row] for name, side in (("before", ~after), ("after", after))
+    }
+    numbers = {"step": float(jump.step), **{name: rms(tokens.d[here]) for name, here in inside.items()}}
     sentence = "|d| is {before} in the steps before step {step} and {after} from it on, and level on both sides of it"
     if jump.ages > 1:
         numbers["age"] = jump.age
         sentence += ", in completions of age {age}" if jump.age >= 0 else ", in completions of unknown age"
     most = 0.99 if observed == "yes" else _INFERRED
-    rewarded = with_advantage(o.within(large))
+    rewarded = with_advantage(tokens.within(large))
     if rewarded:
         numbers["rewarded"], most = rewarded, POSSIBLE
         sentence += (
@@ -61,23 +63,23 @@ def changed(o: DumpedTokens) -> Evidence | None:
     elif pace:
         numbers["pace"], most = pace, POSSIBLE
         sentence += "; the learning rate becomes {pace} times as large there, which explains it if the samples are old"
-    share = bounded(float(np.square(o.d[large[o.row]]).sum()) / max(o.total, 1e-300))
+    share = bounded(float(np.square(tokens.d[large[tokens.row]]).sum()) / max(tokens.total, 1e-300))
     return Evidence(float(np.exp(abs(jump.rise))), share, numbers, sentence, most=most, rows=large)
 
 
-def _jump(o: DumpedTokens) -> Jump | None:
+def _jump(tokens: DumpedTokens) -> Jump | None:
     """
     The step at which the gap changes most, if it is level on both sides of it. Completions of one age are compared,
     the most frequent one, because the gap of old weights moves with their age.
     """
-    size, ages = np.log(np.maximum(o.level_of_rows, 1e-9)), np.nan_to_num(o.staleness, nan=-1.0)
+    size, ages = np.log(np.maximum(tokens.level_of_rows, 1e-9)), np.nan_to_num(tokens.staleness, nan=-1.0)
     known, times = np.unique(ages[np.isfinite(size)], return_counts=True)
     age = float(known[times.argmax()]) if len(known) else -1.0
     alike = np.isfinite(size) & (ages == age)
-    steps = np.unique(o.step[alike])
+    steps = np.unique(tokens.step[alike])
     if len(steps) < 2 * _SIDES:
         return None
-    size, step = size[alike], o.step[alike]
+    size, step = size[alike], tokens.step[alike]
 
     def rise(at: int) -> float:
         return float(size[step >= at].mean() - size[step < at].mean())
@@ -114,19 +116,19 @@ def _level(size: np.ndarray, step: np.ndarray) -> bool:
     return bool(abs(float(size[late].mean() - size[~late].mean())) < np.log(_LEVEL))
 
 
-def _pace(o: DumpedTokens, jump: Jump) -> float:
+def _pace(tokens: DumpedTokens, jump: Jump) -> float:
     """How much larger the learning rate is after a jump of the gap, if it changes in the same direction; else 0."""
-    last = int(o.step[jump.alike & (o.step < jump.step)].max())
-    ratio = o.log.pace(jump.step) / o.log.pace(last - int(max(jump.age, 0)) - 1)  # NaN if unknown
+    last = int(tokens.step[jump.alike & (tokens.step < jump.step)].max())
+    ratio = tokens.log.pace(jump.step) / tokens.log.pace(last - int(max(jump.age, 0)) - 1)  # NaN if unknown
     return float(ratio) if ratio > 0 and np.log(ratio) * np.sign(jump.rise) > np.log(_LEVEL) else 0.0
 
 
-def _is_of_old_weights(o: DumpedTokens, jump: Jump, pace: float) -> bool:
+def _is_of_old_weights(tokens: DumpedTokens, jump: Jump, pace: float) -> bool:
     """
     True if the age of the samples explains a jump of the gap: the learning rate jumps by as much, or all samples
     announce one age, whose gap begins and ends as the policy moves.
     """
     if pace and jump.age != 0 and abs(jump.rise) < abs(np.log(pace)) + np.log(_LEVEL):
         return True
-    old = stale(o) if jump.ages < 2 else None
+    old = stale(tokens) if jump.ages < 2 else None
     return old is not None and old.statistic > _OLD

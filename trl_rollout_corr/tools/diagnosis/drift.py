@@ -29,41 +29,46 @@ _SURELY = 0.6  # statistic from which a gap surely grows
 _PROOF = 10.0  # statistic of an old cache that was seen
 
 
-def stale(o: DumpedTokens) -> Evidence | None:
-    ages = np.unique(o.staleness[np.isfinite(o.staleness)])
-    if _visits(o) or stands_still(o) or with_equal_weights(o) > HALF or scored_pushes(o).arrival == "lost":
+def stale(tokens: DumpedTokens) -> Evidence | None:
+    ages = np.unique(tokens.staleness[np.isfinite(tokens.staleness)])
+    if (
+        _visits(tokens)
+        or stands_still(tokens)
+        or with_equal_weights(tokens) > HALF
+        or scored_pushes(tokens).arrival == "lost"
+    ):
         return None
     if len(ages) < 2:
-        return _of_one_age(o, float(ages.sum()))
-    if serves_adapters(o) and step_explains(o):
+        return _of_one_age(tokens, float(ages.sum()))
+    if serves_adapters(tokens) and step_explains(tokens):
         return None  # ages mean nothing if all samples come from the base model
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
-    evidence = growing(o, o.staleness, sentence)
+    evidence = growing(tokens, tokens.staleness, sentence)
     # weights that never arrive may explain a gap that grows with the step at equal age, and not with the age
-    doubtful = scored_pushes(o).arrival != "arrive" and (
-        step_explains(o) or (serves_adapters(o) and not age_explains(o))
+    doubtful = scored_pushes(tokens).arrival != "arrive" and (
+        step_explains(tokens) or (serves_adapters(tokens) and not age_explains(tokens))
     )
     numbers = {**evidence.numbers, "oldest": float(ages.max())} if evidence else {}
     return evidence and evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
 
 
-def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
+def _of_one_age(tokens: DumpedTokens, age: float) -> Evidence | None:
     """
     Test for stale samples of one age, known or not: the trainer moved toward rewarded completions since. The gap is
     near 0 in the first step and, unlike with weights that are never pushed, does not grow for ever.
     """
-    if as_small_as_rounding(o) or complete_at_once(o):
+    if as_small_as_rounding(tokens) or complete_at_once(tokens):
         return None
-    seen = scored_pushes(o)
-    began, rewarded = onset(o), with_advantage(o)
-    begun = max(began.statistic, 0.0) if began is not None and o.step.min() <= 1 else 0.0
-    if seen.arrival == "part" and falls_behind(o):
+    seen = scored_pushes(tokens)
+    began, rewarded = onset(tokens), with_advantage(tokens)
+    begun = max(began.statistic, 0.0) if began is not None and tokens.step.min() <= 1 else 0.0
+    if seen.arrival == "part" and falls_behind(tokens):
         return None
     if seen.arrival == "unknown" and not age:
-        still = drifts_apart(o)
-        if still is not None and still.statistic > 0 and (still.statistic > _SURELY or keeps_growing(o)):
+        still = drifts_apart(tokens)
+        if still is not None and still.statistic > 0 and (still.statistic > _SURELY or keeps_growing(tokens)):
             return None
-    numbers = {"gap": rms(o.d[o.core]), "first": first_step(o), "rewarded": rewarded, "oldest": age}
+    numbers = {"gap": rms(tokens.d[tokens.core]), "first": first_step(tokens), "rewarded": rewarded, "oldest": age}
     sentence = (
         "|d| is {first} in the first step of the dump and {gap} over all steps, and the gap correlates with the "
         "advantage (rank correlation {rewarded}); "
@@ -83,82 +88,87 @@ def _of_one_age(o: DumpedTokens, age: float) -> Evidence | None:
     return Evidence(max(begun / 2 + rewarded, 2 * rewarded), share, numbers, sentence, most=most)
 
 
-def recorded(o: DumpedTokens) -> Evidence | None:
+def recorded(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether completions come again in later steps, with the same log-probabilities, and are announced as if they
     were new.
     """
-    present = o.lengths > 0
-    again = o.used_before > (iterations_of(o.fields) - 1)
+    present = tokens.lengths > 0
+    again = tokens.used_before > (iterations_of(tokens.fields) - 1)
     part = mean(again[present])
-    ages = np.nan_to_num(o.staleness[present])
-    announced = spearman(o.used_before[present].astype(float), ages) > HALF
-    if not part or announced or _visits(o):
+    ages = np.nan_to_num(tokens.staleness[present])
+    announced = spearman(tokens.used_before[present].astype(float), ages) > HALF
+    if not part or announced or _visits(tokens):
         return None
-    first, later = (o.core & side[o.row] for side in (~again, again))
-    numbers = {"part": part, "first": rms(o.d[first]), "later": rms(o.d[later]), "most": float(o.used_before.max())}
+    first, later = (tokens.core & side[tokens.row] for side in (~again, again))
+    numbers = {
+        "part": part,
+        "first": rms(tokens.d[first]),
+        "later": rms(tokens.d[later]),
+        "most": float(tokens.used_before.max()),
+    }
     sentence = (
         "a share of {part} of the completions came in an earlier step, with the same tokens and values of the "
         "sampler, some of them {most} times; |d| is {first} when a completion comes first and {later} when it comes "
         "again"
     )
     grows = numbers["later"] > GROWTH**0.5 * numbers["first"]
-    share = bounded(1 - (numbers["first"] / max(rms(o.d[o.core]), 1e-12)) ** 2)
+    share = bounded(1 - (numbers["first"] / max(rms(tokens.d[tokens.core]), 1e-12)) ** 2)
     return Evidence(part, share if grows else 1.0, numbers, sentence, most=0.99 if grows else POSSIBLE)
 
 
-def own_updates(o: DumpedTokens) -> Evidence | None:
-    if not _visits(o) or stands_still(o):
+def own_updates(tokens: DumpedTokens) -> Evidence | None:
+    if not _visits(tokens) or stands_still(tokens):
         return None
     sentence = "|d| is {low} at the first visit of a batch and {high} at the last (rank correlation {correlation})"
-    return growing(o, o.staleness, sentence)
+    return growing(tokens, tokens.staleness, sentence)
 
 
-def _visits(o: DumpedTokens) -> bool:
+def _visits(tokens: DumpedTokens) -> bool:
     """True if ages count the visits of a batch, in bypass mode. Ages of older weights rise to a lag and stay there."""
-    if o.settings is None or not o.settings.bypass_mode:
+    if tokens.settings is None or not tokens.settings.bypass_mode:
         return False
-    finite = np.isfinite(o.staleness)
-    ages = [np.unique(o.staleness[finite & (o.step == step)]) for step in np.unique(o.step[finite])]
+    finite = np.isfinite(tokens.staleness)
+    ages = [np.unique(tokens.staleness[finite & (tokens.step == step)]) for step in np.unique(tokens.step[finite])]
     if not ages or any(len(age) > 1 for age in ages) or min(ages)[0] > 0:
         return False
     course = np.concatenate(ages)
     return bool((np.diff(course) < 0).any() or len(np.unique(course)) == len(course) > 1)
 
 
-def prefix_cache(o: DumpedTokens) -> Evidence | None:
+def prefix_cache(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether only completions of prompts from an earlier step show the gap, although all samples are announced as
     fresh. Then keys and values of old weights are read again. A colocated vLLM that was seen to read its cache after a
     push is a proof, if the first step shows no gap.
     """
-    evidence, noted = _of_prompts_seen_before(o), o.about.get("old_prefixes", "")
-    if not noted or complete_at_once(o) or as_small_as_rounding(o):
+    evidence, noted = _of_prompts_seen_before(tokens), tokens.about.get("old_prefixes", "")
+    if not noted or complete_at_once(tokens) or as_small_as_rounding(tokens):
         return evidence
     if evidence is None or not evidence.statistic:
-        numbers = {"first": first_step(o), "gap": rms(o.d[o.core])}
+        numbers = {"first": first_step(tokens), "gap": rms(tokens.d[tokens.core])}
         evidence = Evidence(1.0, 1.0, numbers, "|d| is {first} in the first step of the dump and {gap} over all steps")
     words = f"; vLLM took {noted} from its cache of prefixes"
     return evidence._replace(statistic=max(evidence.statistic, _PROOF), words=words, most=0.99)
 
 
-def _of_prompts_seen_before(o: DumpedTokens) -> Evidence | None:
+def _of_prompts_seen_before(tokens: DumpedTokens) -> Evidence | None:
     """Compare completions of prompts that came in an earlier step with those of new ones."""
-    seen = _seen_before(o)
-    later = (o.step > o.step.min()) & (o.lengths > 0)
-    announced = np.isfinite(o.staleness).all() and not o.staleness.any()
-    if not announced or min((later & seen).sum(), (later & ~seen).sum()) < ENOUGH or stands_still(o):
+    seen = _seen_before(tokens)
+    later = (tokens.step > tokens.step.min()) & (tokens.lengths > 0)
+    announced = np.isfinite(tokens.staleness).all() and not tokens.staleness.any()
+    if not announced or min((later & seen).sum(), (later & ~seen).sum()) < ENOUGH or stands_still(tokens):
         return None
-    level = np.abs(o.d) / np.maximum(o.usual, FLOOR)
-    again, new = (o.core & (later & x)[o.row] for x in (seen, ~seen))
-    size = o.of_rows(level * o.core)
-    chance = at_equal(o.step[later], seen[later].astype(float), size[later])
-    share = bounded(float(np.square(o.d[seen[o.row]]).sum()) / max(o.total, 1e-300))
+    level = np.abs(tokens.d) / np.maximum(tokens.usual, FLOOR)
+    again, new = (tokens.core & (later & x)[tokens.row] for x in (seen, ~seen))
+    size = tokens.of_rows(level * tokens.core)
+    chance = at_equal(tokens.step[later], seen[later].astype(float), size[later])
+    share = bounded(float(np.square(tokens.d[seen[tokens.row]]).sum()) / max(tokens.total, 1e-300))
     ratio = mean(level[again]) / max(mean(level[new]), FLOOR)
     numbers = {
-        "again": rms(o.d[again]),
-        "new": rms(o.d[new]),
-        "prompts": float(len(np.unique(o.prompt[later & seen]))),
+        "again": rms(tokens.d[again]),
+        "new": rms(tokens.d[new]),
+        "prompts": float(len(np.unique(tokens.prompt[later & seen]))),
     }
     sentence = (
         "|d| is {again} in completions of {prompts} prompts that came in an earlier step, and {new} in completions of "
@@ -167,32 +177,37 @@ def _of_prompts_seen_before(o: DumpedTokens) -> Evidence | None:
     return Evidence(ratio if chance > CHANCE else 0.0, share, numbers, sentence, most=_LIKELY)
 
 
-def _seen_before(o: DumpedTokens) -> np.ndarray:
+def _seen_before(tokens: DumpedTokens) -> np.ndarray:
     """Boolean mask, `(B,)`, of the sequences whose prompt came in an earlier step of the dump."""
-    known = o.prompt >= 0
-    first = np.full(int(o.prompt.max(initial=0)) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(first, o.prompt[known], o.step[known])
-    return np.asarray(known & (o.step > first[o.prompt]))
+    known = tokens.prompt >= 0
+    first = np.full(int(tokens.prompt.max(initial=0)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, tokens.prompt[known], tokens.step[known])
+    return np.asarray(known & (tokens.step > first[tokens.prompt]))
 
 
-def lora_merge(o: DumpedTokens) -> Evidence | None:
+def lora_merge(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the gap is almost 0 in the first steps, where the adapter is 0, and as small as rounding later."""
-    if not as_small_as_rounding(o) or o.about.get("adapter") == "none" or _visits(o) or stands_still(o):
+    if (
+        not as_small_as_rounding(tokens)
+        or tokens.about.get("adapter") == "none"
+        or _visits(tokens)
+        or stands_still(tokens)
+    ):
         return None
-    evidence = growing(o, o.step.astype(float), "")
+    evidence = growing(tokens, tokens.step.astype(float), "")
     if evidence is None or evidence.numbers["low"] > 0.3 * evidence.numbers["high"]:
         return None
     sentence = "|d| is {low} in the first steps and {high} in the last, which is as small as rounding"
     return evidence._replace(statistic=evidence.share, sentence=sentence)
 
 
-def old_throughout(o: DumpedTokens) -> Evidence | None:
+def old_throughout(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether all samples are old and the gap is too large for rounding, if there are no fresh samples to compare.
     """
-    gap = rms(o.d[o.core])
-    ages = o.staleness[o.row]
-    if as_small_as_rounding(o) or not np.isfinite(ages).any() or _visits(o) or complete_at_once(o):
+    gap = rms(tokens.d[tokens.core])
+    ages = tokens.staleness[tokens.row]
+    if as_small_as_rounding(tokens) or not np.isfinite(ages).any() or _visits(tokens) or complete_at_once(tokens):
         return None
     sentence = (
         "samples are at least {age} optimizer steps old, and |d| is {gap}; the dump contains no fresh samples to "

@@ -69,13 +69,13 @@ def alike(keys: np.ndarray, values: np.ndarray) -> float:
     return product if abs(product) * pairs**0.5 > _CHANCE * 2**0.5 else 0.0
 
 
-def by_token(o: DumpedTokens) -> float:
+def by_token(tokens: DumpedTokens) -> float:
     """
     Correlation of the log-ratios at two places with the same token: 0 for noise, more for different weights. The same
     place of the same text is one place, however often the text comes.
     """
-    here = o.core & o.once
-    return alike(o.token[here], o.level[here])
+    here = tokens.core & tokens.once
+    return alike(tokens.token[here], tokens.level[here])
 
 
 def errors_from_1(ratios: np.ndarray) -> float:

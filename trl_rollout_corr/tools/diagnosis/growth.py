@@ -16,15 +16,15 @@ _STILL = 1e-7
 _SMALL = 0.03  # root mean square of the log-ratio, in nats, that rounding explains
 
 
-def growing(o: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
+def growing(tokens: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | None:
     """
     Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding.
     """
-    here = o.core
-    squares = o.of_rows(np.square(o.d) * here)  # sequences hardly differ in tokens outside the core
-    typical = o.level_of_rows
+    here = tokens.core
+    squares = tokens.of_rows(np.square(tokens.d) * here)  # sequences hardly differ in tokens outside the core
+    typical = tokens.level_of_rows
     finite = np.isfinite(x) & np.isfinite(squares)
-    values, squares, lengths = x[finite], squares[finite], o.lengths[finite]
+    values, squares, lengths = x[finite], squares[finite], tokens.lengths[finite]
     if len(values) < 8 or values.min() == values.max():
         return None
     lowest, highest = values == values.min(), values >= np.quantile(values, 1 - _END)
@@ -62,59 +62,59 @@ def at_equal(strata: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
     return float(pearson(*ranks) * max(free, 0) ** 0.5)
 
 
-def step_explains(o: DumpedTokens) -> bool:
+def step_explains(tokens: DumpedTokens) -> bool:
     """True if the gap grows with the step at equal age, but not with the age at equal step. Both rise with a queue."""
-    size = o.level_of_rows
+    size = tokens.level_of_rows
     finite = np.isfinite(size)
-    size, step, age = size[finite], o.step[finite], np.nan_to_num(o.staleness[finite], nan=-1.0)
+    size, step, age = size[finite], tokens.step[finite], np.nan_to_num(tokens.staleness[finite], nan=-1.0)
     return at_equal(age, step, size) > CHANCE >= at_equal(step, age, size)
 
 
-def age_explains(o: DumpedTokens) -> bool:
+def age_explains(tokens: DumpedTokens) -> bool:
     """True if the gap grows with the age at equal step."""
-    size = o.level_of_rows
-    finite = np.isfinite(size) & np.isfinite(o.staleness)
-    return at_equal(o.step[finite], o.staleness[finite], size[finite]) > CHANCE
+    size = tokens.level_of_rows
+    finite = np.isfinite(size) & np.isfinite(tokens.staleness)
+    return at_equal(tokens.step[finite], tokens.staleness[finite], size[finite]) > CHANCE
 
 
-def complete_at_once(o: DumpedTokens) -> bool:
+def complete_at_once(tokens: DumpedTokens) -> bool:
     """True if the gap is at its full size in the first step of a run, when the sampler holds the trainer's weights."""
-    fresh = not (o.staleness[o.step == o.step.min()] >= 1).all()  # includes unknown ages
-    return fresh and o.step.min() <= 1 and not ((began := onset(o)) and began.statistic > 0)
+    fresh = not (tokens.staleness[tokens.step == tokens.step.min()] >= 1).all()  # includes unknown ages
+    return fresh and tokens.step.min() <= 1 and not ((began := onset(tokens)) and began.statistic > 0)
 
 
-def onset(o: DumpedTokens) -> Evidence | None:
-    return growing(o, (o.step > o.step.min()).astype(float), "")
+def onset(tokens: DumpedTokens) -> Evidence | None:
+    return growing(tokens, (tokens.step > tokens.step.min()).astype(float), "")
 
 
-def first_step(o: DumpedTokens) -> float:
+def first_step(tokens: DumpedTokens) -> float:
     """Root mean square of the log-ratio in the first step of the dump."""
-    return rms(o.d[o.core & (o.step[o.row] == o.step.min())])
+    return rms(tokens.d[tokens.core & (tokens.step[tokens.row] == tokens.step.min())])
 
 
-def with_advantage(o: DumpedTokens) -> float:
+def with_advantage(tokens: DumpedTokens) -> float:
     """
     Rank correlation of the advantage with `sum(exp(d) - 1) / sqrt(sum(d^2))`, which averages 0 over samples of any
     sampler, however sure it is. Returns 0 where chance explains the correlation. The sums are over completions, or
     over the tokens of one sign in each, if tokens have their own advantages.
     """
-    d, means = o.d * o.core, o.parts.means
+    d, means = tokens.d * tokens.core, tokens.parts.means
     excess = means(np.expm1(d.clip(-5, 5))) / np.sqrt(np.maximum(means(np.square(d)), 1e-12))
-    known = np.isfinite(o.parts.advantage)
-    correlation = spearman(excess[known], o.parts.advantage[known]) if known.any() else 0.0
+    known = np.isfinite(tokens.parts.advantage)
+    correlation = spearman(excess[known], tokens.parts.advantage[known]) if known.any() else 0.0
     return correlation if correlation * known.sum() ** 0.5 > CHANCE else 0.0
 
 
-def as_small_as_rounding(o: DumpedTokens) -> bool:
-    return rms(o.d[o.core]) < _SMALL
+def as_small_as_rounding(tokens: DumpedTokens) -> bool:
+    return rms(tokens.d[tokens.core]) < _SMALL
 
 
-def keeps_growing(o: DumpedTokens) -> bool:
+def keeps_growing(tokens: DumpedTokens) -> bool:
     """True if the gap still grows in the second half of the steps, as it does without end if weights do not arrive."""
-    later = growing(o, np.where(o.step > np.median(np.unique(o.step)), o.step, np.nan), "")
+    later = growing(tokens, np.where(tokens.step > np.median(np.unique(tokens.step)), tokens.step, np.nan), "")
     return later is not None and later.statistic > 0
 
 
-def stands_still(o: DumpedTokens) -> bool:
+def stands_still(tokens: DumpedTokens) -> bool:
     """True if the learning rates in the log are too small for any change of the trainer's weights."""
-    return o.log.movement <= _STILL  # False for NaN
+    return tokens.log.movement <= _STILL  # False for NaN

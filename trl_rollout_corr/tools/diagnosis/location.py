@@ -44,35 +44,35 @@ def _quantity(share: float) -> str:
     return "All of the gap" if share >= _ALL else f"A share of {number(share)} of d^2"
 
 
-def split_units(o: DumpedTokens, units: np.ndarray) -> Split | None:
+def split_units(tokens: DumpedTokens, units: np.ndarray) -> Split | None:
     """
     Split units where their levels are furthest apart. `units`, `(N,)`, numbers the unit of each token, below 0 for
     none. Returns `None` if they are not apart, or if the step or the age of the samples explains it.
     """
-    here = o.core & (units >= 0)
+    here = tokens.core & (units >= 0)
     if not here.any():
         return None
-    usual = o.usual_size(here)
+    usual = tokens.usual_size(here)
     here &= usual > FLOOR  # no gap can show at tokens that both sides are sure of
     if not here.any():
         return None
     names, unit = np.unique(units[here], return_inverse=True)
     counts = np.bincount(unit)
-    levels = np.bincount(unit, np.minimum(np.abs(o.d[here]) / usual[here], _CUT)) / counts
+    levels = np.bincount(unit, np.minimum(np.abs(tokens.d[here]) / usual[here], _CUT)) / counts
     judged = counts >= _LENGTH
     if judged.sum() < 2 * _LEAST:
         return None
     # all units below a small share of the usual size, and below the floor, are equally sound
-    least = max(_SOUND, FLOOR / max(rms(o.d[here]), FLOOR))
+    least = max(_SOUND, FLOOR / max(rms(tokens.d[here]), FLOOR))
     place, apart, contrast = _place(np.sort(np.log(np.maximum(levels[judged], least))))
     if apart < _LIKELY or contrast < _CONTRAST:
         return None
     off = levels >= np.sort(levels[judged])[place]
-    if not _beside_sound_ones(o, here, unit, np.maximum(levels, least), off & judged, ~off & judged):
+    if not _beside_sound_ones(tokens, here, unit, np.maximum(levels, least), off & judged, ~off & judged):
         return None
-    tokens = np.isin(units, names[off]) & (units >= 0)
-    share = float(np.square(o.d[tokens]).sum()) / max(o.total, 1e-300)
-    return Split(off, len(np.unique(units[units >= 0])), apart, contrast, tokens, share) if share >= _MOST else None
+    deviating = np.isin(units, names[off]) & (units >= 0)
+    share = float(np.square(tokens.d[deviating]).sum()) / max(tokens.total, 1e-300)
+    return Split(off, len(np.unique(units[units >= 0])), apart, contrast, deviating, share) if share >= _MOST else None
 
 
 def _place(levels: np.ndarray) -> tuple[int, float, float]:
@@ -94,12 +94,12 @@ def _place(levels: np.ndarray) -> tuple[int, float, float]:
 
 
 def _beside_sound_ones(
-    o: DumpedTokens, here: np.ndarray, unit: np.ndarray, levels: np.ndarray, off: np.ndarray, sound: np.ndarray
+    tokens: DumpedTokens, here: np.ndarray, unit: np.ndarray, levels: np.ndarray, off: np.ndarray, sound: np.ndarray
 ) -> bool:
     """True if most deviating units lie far above sound units of the same step and age."""
-    ages = np.nan_to_num(o.staleness, nan=-1.0)
-    _, cell = np.unique(np.stack([o.step, ages]), axis=1, return_inverse=True)
-    cells = cell.ravel()[o.row[here]]
+    ages = np.nan_to_num(tokens.staleness, nan=-1.0)
+    _, cell = np.unique(np.stack([tokens.step, ages]), axis=1, return_inverse=True)
+    cells = cell.ravel()[tokens.row[here]]
     highest = np.full(int(cells.max()) + 1, np.inf)  # level of the sound units of a cell
     for which in np.unique(cells[sound[unit]]):
         highest[which] = levels[unit[(cells == which) & sound[unit]]].max()
@@ -108,38 +108,38 @@ def _beside_sound_ones(
     return bool((beyond[off] > _BEYOND).mean() >= _MIXED)
 
 
-def completions(o: DumpedTokens) -> Split | None:
+def completions(tokens: DumpedTokens) -> Split | None:
     """The completions that cause the gap."""
-    return split_units(o, o.row)
+    return split_units(tokens, tokens.row)
 
 
-def where(o: DumpedTokens) -> list[str]:
+def where(tokens: DumpedTokens) -> list[str]:
     """Sentences about the tokens, prompts, turns or completions that cause the whole gap; none if it is everywhere."""
-    if o.size < FLOOR:
+    if tokens.size < FLOOR:
         return []
-    if tokens := _single_tokens(o):
-        return [tokens]
+    if single := _single_tokens(tokens):
+        return [single]
     sentences = []
-    prompts = split_units(o, o.prompt[o.row])
-    rows = completions(o)
-    if prompts is not None and prompts.n_units * _TIMES <= len(np.unique(o.row)):
+    prompts = split_units(tokens, tokens.prompt[tokens.row])
+    rows = completions(tokens)
+    if prompts is not None and prompts.n_units * _TIMES <= len(np.unique(tokens.row)):
         sentences.append(f"{prompts.quantity} is in {_count(prompts, 'prompts')}.")
-    if later := _in_later_turns(o):
+    if later := _in_later_turns(tokens):
         sentences.append(later)
     elif rows is not None:
         sentences.append(f"{rows.quantity} is in {_count(rows, 'completions')}.")
     return sentences
 
 
-def _in_later_turns(o: DumpedTokens) -> str:
+def _in_later_turns(tokens: DumpedTokens) -> str:
     """A sentence about the turns after the first, if they cause the whole gap; else empty."""
-    later = o.turn_place > 0
+    later = tokens.turn_place > 0
     if not later.any() or later.all():
         return ""
-    share = float(np.square(o.d[later]).sum()) / o.total
-    if share < _MOST or rms(o.d[later]) < _CONTRAST * rms(o.d[~later]):
+    share = float(np.square(tokens.d[later]).sum()) / tokens.total
+    if share < _MOST or rms(tokens.d[later]) < _CONTRAST * rms(tokens.d[~later]):
         return ""
-    turns, every = len(np.unique(o.turn[later])), len(np.unique(o.turn))
+    turns, every = len(np.unique(tokens.turn[later])), len(np.unique(tokens.turn))
     return f"{_quantity(share)} is in the turns after the first of a completion, {turns:,} of {every:,} turns."
 
 
@@ -147,37 +147,38 @@ def _count(split: Split, units: str) -> str:
     return f"{int(split.off.sum()):,} of {split.n_units:,} {units}"
 
 
-def _single_tokens(o: DumpedTokens) -> str:
+def _single_tokens(tokens: DumpedTokens) -> str:
     """A sentence about a few tokens that cause the whole gap; empty if there are none."""
-    order = np.argsort(-np.abs(o.d))
-    sums = np.cumsum(np.square(o.d[order]))
+    order = np.argsort(-np.abs(tokens.d))
+    sums = np.cumsum(np.square(tokens.d[order]))
     n = int(np.searchsorted(sums, _ALL * sums[-1])) + 1
-    if n > min(_FEW, len(o) / 100):
+    if n > min(_FEW, len(tokens) / 100):
         return ""
-    shown = "; ".join(_token(o, int(i)) for i in order[: min(n, _SHOWN)])
+    shown = "; ".join(_token(tokens, int(i)) for i in order[: min(n, _SHOWN)])
     first = " the largest are" if n > _SHOWN else ""
-    return f"All of the gap is in {n} of {len(o):,} tokens:{first} {shown}."
+    return f"All of the gap is in {n} of {len(tokens):,} tokens:{first} {shown}."
 
 
-def _token(o: DumpedTokens, i: int) -> str:
-    sides = f"{number(o.train[i])} in the trainer and {number(o.rollout[i])} in the sampler"
-    return f"token {o.position[i] + 1} of a completion of step {o.step[o.row[i]]}{o.words(i)}, with {sides}"
+def _token(tokens: DumpedTokens, i: int) -> str:
+    sides = f"{number(tokens.train[i])} in the trainer and {number(tokens.rollout[i])} in the sampler"
+    place = f"token {tokens.position[i] + 1} of a completion of step {tokens.step[tokens.row[i]]}"
+    return f"{place}{tokens.words(i)}, with {sides}"
 
 
-def growth(o: DumpedTokens, split: Split) -> float:
+def growth(tokens: DumpedTokens, split: Split) -> float:
     """Rank correlation of the step with the size of the log-ratio at the tokens of deviating units."""
-    here = split.tokens & o.core
-    return spearman(o.step[o.row[here]].astype(float), np.abs(o.d[here]))
+    here = split.tokens & tokens.core
+    return spearman(tokens.step[tokens.row[here]].astype(float), np.abs(tokens.d[here]))
 
 
-def begun(o: DumpedTokens, split: Split) -> float:
+def begun(tokens: DumpedTokens, split: Split) -> float:
     """
     Share of the deviating completions that deviate from their beginning: one of the first three tokens where a gap can
     show is further off than in sound completions.
     """
-    visible = o.core & (o.usual > FLOOR)
-    sound = rms((o.d / np.maximum(o.usual, FLOOR))[visible & ~split.tokens])
-    far = np.abs(o.d) > np.maximum(3 * sound * o.usual, FLOOR / 2)
+    visible = tokens.core & (tokens.usual > FLOOR)
+    sound = rms((tokens.d / np.maximum(tokens.usual, FLOOR))[visible & ~split.tokens])
+    far = np.abs(tokens.d) > np.maximum(3 * sound * tokens.usual, FLOOR / 2)
     here = np.flatnonzero(visible & split.tokens)
-    starts = np.flatnonzero(np.diff(o.row[here], prepend=-1))
+    starts = np.flatnonzero(np.diff(tokens.row[here], prepend=-1))
     return float(np.mean([far[here[i : i + 3]].any() for i in starts])) if len(starts) else 0.0

@@ -14,24 +14,24 @@ _FEWEST = 8  # fewest completions with a meaningful mean weight
 _ERRORS = 3.0  # standard errors of the mean weight beyond which chance does not explain it
 
 
-def whole_completions(o: DumpedTokens) -> Evidence | None:
+def whole_completions(tokens: DumpedTokens) -> Evidence | None:
     """
     Look for a mean importance weight below 1 in a run with one weight per completion, although one weight per token
     would average almost 1.
     """
-    settings = o.settings
+    settings = tokens.settings
     if settings is None or not settings.corrects or not settings.applies_weights or settings.rollout_is != "sequence":
         return None
-    bounding, present = settings.bounding, o.lengths > 0
+    bounding, present = settings.bounding, tokens.lengths > 0
     if bounding is None or bounding.directed or bounding.normalized or present.sum() < _FEWEST:
         return None
-    lengths = o.lengths[present]
-    ratios = np.exp(np.bincount(o.row, weights=o.d, minlength=len(present))[present].clip(-20, 20))
+    lengths = tokens.lengths[present]
+    ratios = np.exp(np.bincount(tokens.row, weights=tokens.d, minlength=len(present))[present].clip(-20, 20))
     lower, upper = bounding.lower or 0.0, bounding.upper
     outside = (ratios < lower) | (ratios > upper)
     weights = np.where(outside & bounding.drops, 0.0, ratios.clip(lower, upper))
     weight, error = float(np.average(weights, weights=lengths)), float(weights.std()) / len(weights) ** 0.5
-    of_tokens = mean(np.exp(o.d.clip(-20, 20)).clip(max=upper))
+    of_tokens = mean(np.exp(tokens.d.clip(-20, 20)).clip(max=upper))
     lost, due_to_length = 1 - weight, of_tokens - weight
     numbers = {"weight": weight, "length": mean(lengths), "tokens": of_tokens, "outside": mean(outside)}
     sentence = (
@@ -42,9 +42,9 @@ def whole_completions(o: DumpedTokens) -> Evidence | None:
     return Evidence(lost, 0.0, numbers, sentence, most=0.99 if certain else POSSIBLE)
 
 
-def frozen_base(o: DumpedTokens) -> Evidence | None:
+def frozen_base(tokens: DumpedTokens) -> Evidence | None:
     """Look for frozen weights that a push changed, by the fingerprints that the run took of them."""
-    changed = o.about.get("frozen_base", "")
+    changed = tokens.about.get("frozen_base", "")
     sentence = "fingerprints before and after a push differ"
     return Evidence(1.0, 0.0, {}, sentence, words=f" ({changed})") if changed else None
 

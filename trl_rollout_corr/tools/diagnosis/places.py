@@ -9,57 +9,59 @@ from .observed import DumpedTokens
 _FEW = 0.02  # smallest share of inside tokens as unlikely as the tokens at a place that allows a comparison
 
 
-def _at(o: DumpedTokens, here: np.ndarray, sentence: str, rest: np.ndarray | None = None) -> Evidence | None:
+def _at(tokens: DumpedTokens, here: np.ndarray, sentence: str, rest: np.ndarray | None = None) -> Evidence | None:
     """
     Compare tokens of one kind with equally likely tokens inside, or of the `rest`, because unlikely tokens show a
     larger log-ratio anyway. A cause shows at many tokens of its kind, not at a few.
     """
-    rest = o.core & ~here if rest is None else rest
+    rest = tokens.core & ~here if rest is None else rest
     if here.sum() < 4 or rest.sum() < 20:
         return None
-    usual = np.maximum(o.usual_size(rest), FLOOR)
-    level = np.abs(o.d) / usual
+    usual = np.maximum(tokens.usual_size(rest), FLOOR)
+    level = np.abs(tokens.d) / usual
     ratio = mean(np.square(level[here])) / max(mean(np.square(level[rest])), 1e-12)
     many = float(np.quantile(level[here], MANY)) / max(float(np.quantile(level[rest], MANY)), 0.1)
-    share = bounded(float((np.square(o.d) - np.square(usual))[here].sum()) / max(o.total, 1e-300))
-    numbers = {"here": rms(o.d[here]), "elsewhere": rms(o.d[rest])}
+    share = bounded(float((np.square(tokens.d) - np.square(usual))[here].sum()) / max(tokens.total, 1e-300))
+    numbers = {"here": rms(tokens.d[here]), "elsewhere": rms(tokens.d[rest])}
     # whatever is wrong inside may be wrong here, too, and a sure policy offers nothing inside to compare
-    likely, weights = np.maximum(o.train, o.rollout), np.square(o.d[here]) + 1e-300
+    likely, weights = np.maximum(tokens.train, tokens.rollout), np.square(tokens.d[here]) + 1e-300
     alone = mean(likely[rest] <= np.average(likely[here], weights=weights)) < _FEW
     most = POSSIBLE if alone or numbers["elsewhere"] > LARGE else 0.99
     return Evidence(min(ratio, many**2) if share > 0.01 else 0.0, share, numbers, sentence, most=most)
 
 
-def first_token(o: DumpedTokens) -> Evidence | None:
-    return _at(o, o.first, "|d| is {here} at the first token of a completion and {elsewhere} inside")
+def first_token(tokens: DumpedTokens) -> Evidence | None:
+    return _at(tokens, tokens.first, "|d| is {here} at the first token of a completion and {elsewhere} inside")
 
 
-def last_token(o: DumpedTokens) -> Evidence | None:
-    return _at(o, o.last, "|d| is {here} at the last token of a completion and {elsewhere} inside")
+def last_token(tokens: DumpedTokens) -> Evidence | None:
+    return _at(tokens, tokens.last, "|d| is {here} at the last token of a completion and {elsewhere} inside")
 
 
 # The start of a turn deviates above this many usual sizes of the log-ratio, which chance rarely reaches
 _OFF = 3.0
 
 
-def seams(o: DumpedTokens) -> Evidence | None:
-    before = o.core & (o.turn_place == 0)  # where no seam can have an effect
+def seams(tokens: DumpedTokens) -> Evidence | None:
+    before = tokens.core & (tokens.turn_place == 0)  # where no seam can have an effect
     sound = before if before.sum() >= ENOUGH_TOKENS else None
     where = "inside" if sound is None else "in the first turns"
-    evidence = _at(o, o.seam, f"|d| is {{here}} at the start of later turns and {{elsewhere}} {where}", sound)
+    evidence = _at(
+        tokens, tokens.seam, f"|d| is {{here}} at the start of later turns and {{elsewhere}} {where}", sound
+    )
     if evidence is None:
         return None
-    off = o.seam & (np.abs(o.d) > _OFF * np.maximum(o.usual, FLOOR))
+    off = tokens.seam & (np.abs(tokens.d) > _OFF * np.maximum(tokens.usual, FLOOR))
     if not off.any():
         return evidence
-    turns = len(np.unique(o.turn[off])) / len(np.unique(o.turn[o.seam]))
+    turns = len(np.unique(tokens.turn[off])) / len(np.unique(tokens.turn[tokens.seam]))
     i = int(np.flatnonzero(off)[0])
-    numbers = {"turns": turns, "step": float(o.step[o.row[i]]), "place": float(o.position[i] + 1)}
+    numbers = {"turns": turns, "step": float(tokens.step[tokens.row[i]]), "place": float(tokens.position[i] + 1)}
     sentence = (
         "; a share of {turns} of these turns is off, the first from token {place} of a completion of step {step} on"
     )
     return evidence._replace(
-        numbers={**evidence.numbers, **numbers}, sentence=evidence.sentence + sentence, words=o.words(i)
+        numbers={**evidence.numbers, **numbers}, sentence=evidence.sentence + sentence, words=tokens.words(i)
     )
 
 
@@ -67,27 +69,31 @@ IN_LATER_TURNS = 0.9  # least share of d^2 in later turns, if the cause is in th
 _OF_SEAMS = 0.5  # largest share of it at their first tokens
 
 
-def later_turns(o: DumpedTokens) -> Evidence | None:
+def later_turns(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether the turns after the first show the gap, from their edge on. The tokens before an edge must be sound,
     at places and lengths similar to the tokens behind it.
     """
-    later = o.core & (o.turn_place > 0)
-    first = o.core & (o.turn_place == 0)
+    later = tokens.core & (tokens.turn_place > 0)
+    first = tokens.core & (tokens.turn_place == 0)
     if later.sum() < ENOUGH_TOKENS or first.sum() < ENOUGH_TOKENS:
         return None
-    level = np.abs(o.d) / np.maximum(o.usual, FLOOR)
-    sizes = [_typical(level[x]) for x in (first, later, first & _near_edge(o, before=True), later & _near_edge(o))]
-    least = max(0.05, FLOOR / max(rms(o.d[later]), FLOOR))
+    level = np.abs(tokens.d) / np.maximum(tokens.usual, FLOOR)
+    sizes = [
+        _typical(level[x]) for x in (first, later, first & _near_edge(tokens, before=True), later & _near_edge(tokens))
+    ]
+    least = max(0.05, FLOOR / max(rms(tokens.d[later]), FLOOR))
     low, high, before, after = np.maximum(sizes, least)
-    share = bounded(float(np.square(o.d[later | (o.seam & (o.turn_place > 0))]).sum()) / max(o.total, 1e-300))
-    of_seams = bounded(float(np.square(o.d[o.seam]).sum()) / max(o.total, 1e-300))
+    share = bounded(
+        float(np.square(tokens.d[later | (tokens.seam & (tokens.turn_place > 0))]).sum()) / max(tokens.total, 1e-300)
+    )
+    of_seams = bounded(float(np.square(tokens.d[tokens.seam]).sum()) / max(tokens.total, 1e-300))
     numbers = {
-        "first": rms(o.d[first]),
-        "later": rms(o.d[later]),
-        "turns": float(len(np.unique(o.turn[later]))),
-        "before": rms(o.d[first & _near_edge(o, before=True)]),
-        "after": rms(o.d[later & _near_edge(o)]),
+        "first": rms(tokens.d[first]),
+        "later": rms(tokens.d[later]),
+        "turns": float(len(np.unique(tokens.turn[later]))),
+        "before": rms(tokens.d[first & _near_edge(tokens, before=True)]),
+        "after": rms(tokens.d[later & _near_edge(tokens)]),
     }
     sentence = (
         "|d| is {first} in the first turns of completions and {later} in the {turns} turns after them; it is {before} "
@@ -100,19 +106,19 @@ def later_turns(o: DumpedTokens) -> Evidence | None:
 _EDGE = 8  # places on each side of an edge between turns
 
 
-def _near_edge(o: DumpedTokens, *, before: bool = False) -> np.ndarray:
+def _near_edge(tokens: DumpedTokens, *, before: bool = False) -> np.ndarray:
     """Tokens of the first turn near its end, or of the second near its beginning, where there is a second."""
-    edges = np.full(len(o.lengths), np.inf)
-    second = o.turn_place == 1
-    np.minimum.at(edges, o.row[second], o.position[second])
-    distance = edges[o.row] - o.position if before else o.position - edges[o.row]
+    edges = np.full(len(tokens.lengths), np.inf)
+    second = tokens.turn_place == 1
+    np.minimum.at(edges, tokens.row[second], tokens.position[second])
+    distance = edges[tokens.row] - tokens.position if before else tokens.position - edges[tokens.row]
     turn = 0 if before else 1
     # a tool's answer is between the two turns
-    ends = np.full(len(o.lengths), -np.inf)
-    np.maximum.at(ends, o.row[o.turn_place == 0], o.position[o.turn_place == 0])
+    ends = np.full(len(tokens.lengths), -np.inf)
+    np.maximum.at(ends, tokens.row[tokens.turn_place == 0], tokens.position[tokens.turn_place == 0])
     if before:
-        distance = np.where(np.isfinite(edges[o.row]), ends[o.row] - o.position, np.inf)
-    return np.asarray((o.turn_place == turn) & (distance <= _EDGE))
+        distance = np.where(np.isfinite(edges[tokens.row]), ends[tokens.row] - tokens.position, np.inf)
+    return np.asarray((tokens.turn_place == turn) & (distance <= _EDGE))
 
 
 def _typical(values: np.ndarray) -> float:

@@ -23,26 +23,26 @@ _COARSE = 0.5  # share of the trainer's different values below which the sampler
 _GAUSSIAN_TAIL = 3.8  # percentile 99 over median of the size of a Gaussian number
 
 
-def noise_floor(o: DumpedTokens) -> float | None:
+def noise_floor(tokens: DumpedTokens) -> float | None:
     """
     Mean square of the trainer's difference from itself, over the gap's; `None` if too few tokens were scored twice.
     """
-    again = np.isfinite(o.again) & o.core
-    gap = typical(o.d[again])
+    again = np.isfinite(tokens.again) & tokens.core
+    gap = typical(tokens.d[again])
     if again.sum() < 30 or gap < FLOOR / 4:
         return None
-    return (typical((o.train - o.again)[again]) / gap) ** 2
+    return (typical((tokens.train - tokens.again)[again]) / gap) ** 2
 
 
-def padding(o: DumpedTokens) -> Evidence | None:
+def padding(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the gap vanishes where the trainer scores a sequence alone, or grows with the padding."""
     sentence = "|d| is {low} with the least padding and {high} with the most (rank correlation {correlation})"
-    more = growing(o, o.padding, sentence)
-    again = np.isfinite(o.again) & o.core
-    gap, alone = typical(o.d[again]), typical((o.again - o.rollout)[again])
+    more = growing(tokens, tokens.padding, sentence)
+    again = np.isfinite(tokens.again) & tokens.core
+    gap, alone = typical(tokens.d[again]), typical((tokens.again - tokens.rollout)[again])
     if again.sum() < 30 or gap <= FLOOR:
         return more
-    share = bounded((gap**2 - alone**2) / max(typical(o.d[o.core]), gap) ** 2)  # of all sequences
+    share = bounded((gap**2 - alone**2) / max(typical(tokens.d[tokens.core]), gap) ** 2)  # of all sequences
     local = bounded(1 - (alone / gap) ** 2)
     sentence = "|d| is {gap} in a batch, and {alone} where the trainer scores a sequence alone"
     local_evidence = Evidence(local if share > 0.1 else 0.0, share, {"gap": gap, "alone": alone}, sentence)
@@ -50,23 +50,23 @@ def padding(o: DumpedTokens) -> Evidence | None:
     return more if more and local > 0.3 and more.statistic > local_evidence.statistic else local_evidence
 
 
-def dropout(o: DumpedTokens) -> Evidence | None:
+def dropout(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the trainer differs from itself by more than rounding."""
-    floor, again = noise_floor(o), np.isfinite(o.again) & o.core
+    floor, again = noise_floor(tokens), np.isfinite(tokens.again) & tokens.core
     if floor is None:
         return None
-    itself = typical((o.train - o.again)[again])
-    numbers = {"itself": itself, "gap": typical(o.d[again])}
+    itself = typical((tokens.train - tokens.again)[again])
+    numbers = {"itself": itself, "gap": typical(tokens.d[again])}
     sentence = (
         "the trainer differs from itself by {itself} when it scores a sequence twice, and from the sampler by {gap}"
     )
-    alone = (typical((o.again - o.rollout)[again]) / numbers["gap"]) ** 2  # 0 if padding is the cause
+    alone = (typical((tokens.again - tokens.rollout)[again]) / numbers["gap"]) ** 2  # 0 if padding is the cause
     return Evidence(floor if itself > _DROPOUT and alone > 0.4 else 0.0, bounded(floor / 2), numbers, sentence)
 
 
-def tails(o: DumpedTokens) -> tuple[float, float]:
+def tails(tokens: DumpedTokens) -> tuple[float, float]:
     """Kurtosis of the log-ratio at equally likely tokens, and percentile 99 over median of its size."""
-    level = o.level[o.core]
+    level = tokens.level[tokens.core]
     size = np.abs(level)
     square = mean(np.square(level))
     return mean(level**4) / max(square, 1e-300) ** 2, float(np.quantile(size, 0.99)) / max(
@@ -74,12 +74,12 @@ def tails(o: DumpedTokens) -> tuple[float, float]:
     )
 
 
-def routing(o: DumpedTokens) -> Evidence | None:
+def routing(tokens: DumpedTokens) -> Evidence | None:
     """Test whether a few tokens, at any place and of any probability, make up most of the sum of `d^2`."""
-    if o.about.get("experts") == "none":
+    if tokens.about.get("experts") == "none":
         return None
-    kurtosis, tail = tails(o)
-    size = np.abs(o.d[o.core])
+    kurtosis, tail = tails(tokens)
+    size = np.abs(tokens.d[tokens.core])
     top = np.sort(size)[-max(len(size) // 100, 1) :]
     share = float(np.square(top).sum() / max(np.square(size).sum(), 1e-300))
     numbers = {"top": share, "kurtosis": kurtosis, "tail": tail}
@@ -87,48 +87,48 @@ def routing(o: DumpedTokens) -> Evidence | None:
         "1 % of the tokens carry a share of {top} of d^2; at tokens of equal probability the kurtosis of d is "
         "{kurtosis}, and percentile 99 of |d| is {tail} times the median (3 and 3.8 for a Gaussian)"
     )
-    most = 0.99 if o.about.get("experts") == "routed" else POSSIBLE
+    most = 0.99 if tokens.about.get("experts") == "routed" else POSSIBLE
     return Evidence(kurtosis * tail, bounded(share), numbers, sentence, most=most)
 
 
-def _systematic(o: DumpedTokens, sentence: str) -> Evidence:
-    same, gap = by_token(o), rms(o.d[o.core])
+def _systematic(tokens: DumpedTokens, sentence: str) -> Evidence:
+    same, gap = by_token(tokens), rms(tokens.d[tokens.core])
     # 0.1 is a large correlation in a pretrained model, because its contexts differ, unless rounding is a part of the
     # gap
-    statistic = same * (_UNROUNDED if gap > LARGE and o.core.sum() >= _MANY else 1.0)
-    return Evidence(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(o)}, sentence)
+    statistic = same * (_UNROUNDED if gap > LARGE and tokens.core.sum() >= _MANY else 1.0)
+    return Evidence(statistic, 1.0, {"alike": same, "gap": gap, "first": first_step(tokens)}, sentence)
 
 
-def _looks_like_weights(o: DumpedTokens) -> bool:
+def _looks_like_weights(tokens: DumpedTokens) -> bool:
     """True if the gap must look like different weights anyway, with old samples or known low precision."""
-    ages = o.staleness[np.isfinite(o.staleness)]
-    known = caches_in_low_precision(o.about) or o.quantised
+    ages = tokens.staleness[np.isfinite(tokens.staleness)]
+    known = caches_in_low_precision(tokens.about) or tokens.quantised
     return known or bool(ages.size and ages.min() > 0)
 
 
-def weights(o: DumpedTokens) -> Evidence | None:
-    if _looks_like_weights(o):
+def weights(tokens: DumpedTokens) -> Evidence | None:
+    if _looks_like_weights(tokens):
         return None
     sentence = (
         "the same token has a similar log-ratio wherever it occurs (correlation {alike}), and |d| is {first} in the "
         "first step of the dump and {gap} over all steps"
     )
-    if o.step.min() > 1:
+    if tokens.step.min() > 1:
         sentence += " (an older policy looks the same, unless the dump begins at step 1)"
-    if "kv_cache_dtype" not in o.about:
+    if "kv_cache_dtype" not in tokens.about:
         sentence += " (an 8-bit key-value cache looks the same, and the type of the cache is not in this dump)"
     # other positions, a wrong adapter, or another template look the same
-    return _systematic(o, sentence)._replace(most=POSSIBLE)
+    return _systematic(tokens, sentence)._replace(most=POSSIBLE)
 
 
-def noisy_weights(o: DumpedTokens) -> Evidence | None:
+def noisy_weights(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether the gap is noise like rounding, but too large for it and not from the trainer, as with 8-bit weights.
     """
-    floor, gap = noise_floor(o), rms(o.d[o.core])
-    if floor is None or floor > 0.5 or gap <= LARGE or o.core.sum() < _MANY or _looks_like_weights(o):
+    floor, gap = noise_floor(tokens), rms(tokens.d[tokens.core])
+    if floor is None or floor > 0.5 or gap <= LARGE or tokens.core.sum() < _MANY or _looks_like_weights(tokens):
         return None
-    slope, (_, tail) = spearman(o.middle[o.core], np.abs(o.d[o.core])), tails(o)
+    slope, (_, tail) = spearman(tokens.middle[tokens.core], np.abs(tokens.d[tokens.core])), tails(tokens)
     sentence = (
         "|d| is {gap}, which is too large for rounding; its tails look like noise (percentile 99 is {tail} times the "
         "median; 3.8 for a Gaussian), and is larger at unlikely tokens (rank correlation {slope})"
@@ -137,27 +137,27 @@ def noisy_weights(o: DumpedTokens) -> Evidence | None:
     return Evidence(_GAUSSIAN_TAIL / tail if slope < -0.1 else 0.0, 1.0, numbers, sentence, most=POSSIBLE)
 
 
-def kv_cache(o: DumpedTokens) -> Evidence | None:
+def kv_cache(tokens: DumpedTokens) -> Evidence | None:
     """Test like [`weights`], for an engine that reports a cache in low precision."""
-    if not caches_in_low_precision(o.about):
+    if not caches_in_low_precision(tokens.about):
         return None
     return _systematic(
-        o,
+        tokens,
         "the key-value cache is stored in 8 bits or less, the same token has a similar log-ratio wherever it occurs "
         "(correlation {alike}), and |d| is {gap}",
     )
 
 
-def quantised(o: DumpedTokens) -> Evidence | None:
+def quantised(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the gap is at its full size in the first step, for an engine that reports quantised weights."""
-    if not o.quantised:
+    if not tokens.quantised:
         return None
     sentence = (
         "the engine reports quantised weights; |d| is {first} in the first step of the dump and {gap} over all steps"
     )
-    steady = float(o.step.min() > 1 or complete_at_once(o))
-    most = 0.99 if o.k3 <= ROUNDED["weights"] else POSSIBLE  # above it, 8 bits seldom explain a gap
-    return Evidence(steady, 1.0, {"first": first_step(o), "gap": rms(o.d[o.core])}, sentence, most=most)
+    steady = float(tokens.step.min() > 1 or complete_at_once(tokens))
+    most = 0.99 if tokens.k3 <= ROUNDED["weights"] else POSSIBLE  # above it, 8 bits seldom explain a gap
+    return Evidence(steady, 1.0, {"first": first_step(tokens), "gap": rms(tokens.d[tokens.core])}, sentence, most=most)
 
 
 def caches_in_low_precision(about: Mapping[str, str]) -> bool:
@@ -165,24 +165,24 @@ def caches_in_low_precision(about: Mapping[str, str]) -> bool:
     return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
 
 
-def head(o: DumpedTokens) -> Evidence | None:
+def head(tokens: DumpedTokens) -> Evidence | None:
     """
     Test whether the gap is as small as rounding but, unlike rounding in the layers, reproduced by the trainer. Other
     small gaps are as well, so this is certain only if the heads are known to compute in different types.
     """
-    floor = noise_floor(o)
-    gap = rms(o.d[o.core])
-    trainer = "float32" if o.fields.get("cast_lm_head_to_fp32") else o.about.get("trainer_dtype", "")
-    sampler = o.about.get("sampler_head_dtype", "")
+    floor = noise_floor(tokens)
+    gap = rms(tokens.d[tokens.core])
+    trainer = "float32" if tokens.fields.get("cast_lm_head_to_fp32") else tokens.about.get("trainer_dtype", "")
+    sampler = tokens.about.get("sampler_head_dtype", "")
     known = bool(trainer and sampler)
-    if floor is None or gap > LARGE or o.coarser or (known and trainer == sampler):
+    if floor is None or gap > LARGE or tokens.coarser or (known and trainer == sampler):
         return None
     sentence = (
         "|d| is {gap}, as small as rounding; a share of {floor} of d^2 changes when the trainer scores a sequence "
         "alone"
     )
     numbers, most = {"gap": gap, "floor": floor}, 0.99
-    different = [float(len(np.unique(x[o.core]))) for x in (o.rollout, o.train)]
+    different = [float(len(np.unique(x[tokens.core]))) for x in (tokens.rollout, tokens.train)]
     if different[0] < _COARSE * different[1]:
         numbers |= {"of_sampler": different[0], "of_trainer": different[1]}
         most = POSSIBLE
@@ -196,17 +196,17 @@ def head(o: DumpedTokens) -> Evidence | None:
     return Evidence(1 - floor, 1.0, numbers, sentence, words, most=most)
 
 
-def rounding(o: DumpedTokens) -> Evidence | None:
+def rounding(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the gap is small noise: unrelated to the token, and larger where tokens are unlikely."""
-    here, same = o.core, by_token(o)
-    gap = rms(o.d[here])
-    slope = spearman(o.middle[here], np.abs(o.d[here]))
+    here, same = tokens.core, by_token(tokens)
+    gap = rms(tokens.d[here])
+    slope = spearman(tokens.middle[here], np.abs(tokens.d[here]))
     sentence = (
         "|d| is {gap}, and larger at unlikely tokens (rank correlation {slope}); two occurrences of the same token "
         "correlate with {alike}"
     )
     quiet = (1 - min(gap / LARGE, 1.0) ** 2) * (1 - min(max(same, 0.0) / 0.15, 1.0))
-    most = POSSIBLE if noise_floor(o) is None else 0.99  # without a second look, the head may be the cause
+    most = POSSIBLE if noise_floor(tokens) is None else 0.99  # without a second look, the head may be the cause
     return Evidence(
         quiet if slope < -0.1 else 0.0, 1.0, {"gap": gap, "slope": slope, "alike": same}, sentence, most=most
     )

@@ -143,53 +143,53 @@ class Diagnosis(NamedTuple):
         return (self.verdict in ("nothing", "small") or normal or self.expected) and not self.decision.set
 
 
-def diagnose(o: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
+def diagnose(tokens: DumpedTokens, without: Collection[str] = ()) -> Diagnosis:
     """Find the causes, except the absent ones in `without`. Raises a `ValueError` of one line for too few tokens."""
-    if len(o) < LEAST and not len(o.broken.row):
+    if len(tokens) < LEAST and not len(tokens.broken.row):
         raise ValueError(
-            f"{len(o)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"
+            f"{len(tokens)} tokens of the loss come with log-probabilities of both policies: too few for a diagnosis"
         )
-    findings = _all_findings(o, without)
-    verdict = "found" if findings else _without_cause(o)
-    floor = None if o.coarser else noise_floor(o)
+    findings = _all_findings(tokens, without)
+    verdict = "found" if findings else _without_cause(tokens)
+    floor = None if tokens.coarser else noise_floor(tokens)
     return Diagnosis(
         verdict=verdict,
         findings=findings,
-        size=o.size,
-        k3=o.k3,
+        size=tokens.size,
+        k3=tokens.k3,
         floor=floor**-0.5 if floor else None,
-        n_tokens=len(o),
-        n_sequences=int((o.lengths > 0).sum()),
-        settings=o.settings,
-        fields=o.fields,
-        coarser=o.coarser,
-        quiet=o.log.quiet,
-        where=() if verdict == "nothing" else tuple(where(o)),
-        surprise=o.surprise,
-        harmed=o.log.harmed,
-        about=o.about,
-        fresh=bool(o.is_fresh.all()),
+        n_tokens=len(tokens),
+        n_sequences=int((tokens.lengths > 0).sum()),
+        settings=tokens.settings,
+        fields=tokens.fields,
+        coarser=tokens.coarser,
+        quiet=tokens.log.quiet,
+        where=() if verdict == "nothing" else tuple(where(tokens)),
+        surprise=tokens.surprise,
+        harmed=tokens.log.harmed,
+        about=tokens.about,
+        fresh=bool(tokens.is_fresh.all()),
     )
 
 
-def _all_findings(o: DumpedTokens, without: Collection[str]) -> list[Finding]:
+def _all_findings(tokens: DumpedTokens, without: Collection[str]) -> list[Finding]:
     """Findings in the order in which they are told: by what they explain, and normal causes last."""
-    if with_equal_weights(o) < NONE:
+    if with_equal_weights(tokens) < NONE:
         without = {*without, *_those(lambda cause: cause.at_equal_weights)}  # measured at the first push
-    findings, ended = _look(o, STAGES, without)
+    findings, ended = _look(tokens, STAGES, without)
     rest = 1 - sum(finding.share for finding in findings)
     # causes that act on all tokens hide the diffuse ones
-    if not ended and all(x.cause.of_some_tokens for x in findings) and rest > _REST and _matters(o):
-        diffuse, _ = _look(o, DIFFUSE, without)
+    if not ended and all(x.cause.of_some_tokens for x in findings) and rest > _REST and _matters(tokens):
+        diffuse, _ = _look(tokens, DIFFUSE, without)
         findings += [finding._replace(share=finding.share * rest) for finding in diffuse]
-    if all(finding.cause.normal for finding in findings) and o.size < LARGE:
-        findings += _look(o, LAST, without)[0]
+    if all(finding.cause.normal for finding in findings) and tokens.size < LARGE:
+        findings += _look(tokens, LAST, without)[0]
     # tokens without a log-ratio come first, and normal causes last, however large
     findings.sort(key=lambda x: (not x.cause.without_ratio, x.cause.normal, -x.share * x.certainty))
     faults = [finding for finding in findings if not finding.cause.normal]
     normal = [finding for finding in findings if finding.cause.normal]
-    faults = [x for finding in faults for x in (finding, *_within(o, finding, without))]
-    return faults + _other(o) + normal  # a fault also causes the effects of a large gap
+    faults = [x for finding in faults for x in (finding, *_within(tokens, finding, without))]
+    return faults + _other(tokens) + normal  # a fault also causes the effects of a large gap
 
 
 def _those(have: Callable[[Cause], bool]) -> set[str]:
@@ -197,24 +197,24 @@ def _those(have: Callable[[Cause], bool]) -> set[str]:
     return {name for name, cause in CAUSES.items() if have(cause)}
 
 
-def _matters(o: DumpedTokens) -> bool:
-    inside = o.d[o.core]
+def _matters(tokens: DumpedTokens) -> bool:
+    inside = tokens.d[tokens.core]
     return bool(inside.size) and float((inside**2).mean()) ** 0.5 >= FLOOR
 
 
-def _without_cause(o: DumpedTokens) -> str:
+def _without_cause(tokens: DumpedTokens) -> str:
     """The verdict on a gap without a known cause: it need not have one if it is as small as rounding."""
-    if not _matters(o):
+    if not _matters(tokens):
         return "nothing"
-    return "small" if o.k3 <= ROUNDED[""] and o.size < LARGE else "unknown"
+    return "small" if tokens.k3 <= ROUNDED[""] and tokens.size < LARGE else "unknown"
 
 
-def _within(o: DumpedTokens, finding: Finding, without: Collection[str]) -> list[Finding]:
+def _within(tokens: DumpedTokens, finding: Finding, without: Collection[str]) -> list[Finding]:
     """The cause within the part of the sequences that a finding is about, if they are enough to look at alone."""
-    rows, tokens = finding.evidence.rows, finding.evidence.tokens
+    rows, chosen = finding.evidence.rows, finding.evidence.tokens
     if rows is None:
         return []
-    part = o.within(rows, tokens)
+    part = tokens.within(rows, chosen)
     if len(part) < _ENOUGH:
         return []
     found, ended = _look(part, STAGES, {*without, *_those(lambda cause: cause.of_a_part)})
@@ -228,12 +228,12 @@ def _within(o: DumpedTokens, finding: Finding, without: Collection[str]) -> list
     ]
 
 
-def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
+def _look(tokens: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) -> tuple[list[Finding], bool]:
     """Findings of the stages, and whether one of them ended the search."""
     findings: list[Finding] = []
     for stage in stages:
         tests = [(name, test) for name, test in stage.tests if name not in without]
-        here = _findings(o, tests) if _matters(o) or not stage.floor else []
+        here = _findings(tokens, tests) if _matters(tokens) or not stage.floor else []
         if here and not stage.several:
             first, *others = sorted(here, key=lambda finding: -finding.certainty * finding.share)
             rival = max((x.certainty * x.share for x in others), default=0.0)
@@ -245,15 +245,15 @@ def _look(o: DumpedTokens, stages: tuple[Stage, ...], without: Collection[str]) 
     return findings, False
 
 
-def _other(o: DumpedTokens) -> list[Finding]:
+def _other(tokens: DumpedTokens) -> list[Finding]:
     """Findings about what the run does with its gap or its weights, whatever causes the gap."""
-    found = _findings(o, [(name, cause.test) for name, cause in OTHER_CAUSES.items()])
+    found = _findings(tokens, [(name, cause.test) for name, cause in OTHER_CAUSES.items()])
     return [finding._replace(certainty=min(finding.certainty, finding.evidence.most)) for finding in found]
 
 
-def _findings(o: DumpedTokens, named: Iterable[tuple[str, Test]]) -> list[Finding]:
+def _findings(tokens: DumpedTokens, named: Iterable[tuple[str, Test]]) -> list[Finding]:
     """Findings of tests by the name of their cause."""
-    tests = ((name, test, test.look(o)) for name, test in named)
+    tests = ((name, test, test.look(tokens)) for name, test in named)
     return [
         # 0.5 for a weak statistic, 0.99 for a strong one
         Finding(name, 0.5 + 0.49 * bounded((x.statistic - test.weak) / (test.strong - test.weak)), x.share, x)

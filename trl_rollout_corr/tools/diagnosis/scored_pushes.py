@@ -49,24 +49,24 @@ class ScoredPushes(NamedTuple):
         return _SCORES
 
 
-def scored_pushes(o: DumpedTokens) -> ScoredPushes:
+def scored_pushes(tokens: DumpedTokens) -> ScoredPushes:
     """
     Whether weights arrive, by the scores after the latest pushes. With equal weights the two sides are as far apart as
     after the first push; if they are further apart, the push was lost if the sampler stands still.
     """
-    if len(o.log.scored_again) < 2 or not o.k3:
+    if len(tokens.log.scored_again) < 2 or not tokens.k3:
         return ScoredPushes("unknown")
-    usual = max(min(fresh for _, fresh, _ in o.log.scored_again), _SAME)
-    step, fresh, age = o.log.scored_again[-1]
-    if max(fresh for _, fresh, _ in o.log.scored_again[1:]) < NONE * o.k3:
+    usual = max(min(fresh for _, fresh, _ in tokens.log.scored_again), _SAME)
+    step, fresh, age = tokens.log.scored_again[-1]
+    if max(fresh for _, fresh, _ in tokens.log.scored_again[1:]) < NONE * tokens.k3:
         # what happened after the latest score was not observed
-        arrived = k3_of_rows(o, o.step <= step) > HALF * o.k3
+        arrived = k3_of_rows(tokens, tokens.step <= step) > HALF * tokens.k3
         return ScoredPushes("arrive" if arrived else "unknown", step, fresh, age)
     if not np.isfinite(age) or fresh < _FURTHER * usual:
         return ScoredPushes("unknown")
-    if only_some_texts(o):
+    if only_some_texts(tokens):
         return ScoredPushes("some", step, fresh, age)
-    _, noise, other_noise = o.log.scored_again[0]  # of the kernels: right after the first push nothing has moved
+    _, noise, other_noise = tokens.log.scored_again[0]  # of the kernels: right after the first push nothing has moved
     still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
     return ScoredPushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
 
@@ -74,47 +74,53 @@ def scored_pushes(o: DumpedTokens) -> ScoredPushes:
 _FEWEST = 4  # completions that were scored, of which some may have the gap and others not
 
 
-def only_some_texts(o: DumpedTokens) -> bool:
+def only_some_texts(tokens: DumpedTokens) -> bool:
     """True if at most half of the completions that were scored after the latest push have all of the gap."""
     return (
-        o.log.texts_off is not None and o.log.texts_off[1] >= _FEWEST and 2 * o.log.texts_off[0] <= o.log.texts_off[1]
+        tokens.log.texts_off is not None
+        and tokens.log.texts_off[1] >= _FEWEST
+        and 2 * tokens.log.texts_off[0] <= tokens.log.texts_off[1]
     )
 
 
-def k3_of_rows(o: DumpedTokens, rows: np.ndarray) -> float:
+def k3_of_rows(tokens: DumpedTokens, rows: np.ndarray) -> float:
     """`k3_kl` of the tokens of some sequences, `(B,)`."""
-    return mean_k3(o.d[rows[o.row]])
+    return mean_k3(tokens.d[rows[tokens.row]])
 
 
-def with_equal_weights(o: DumpedTokens) -> float:
+def with_equal_weights(tokens: DumpedTokens) -> float:
     """
     Share of the gap (`k3_kl`) that existed after the first push of the run, before any update; NaN if no completions
     were scored again then.
     """
-    first = next(iter(o.log.scored_again), None)
-    return (first[1] + np.nan_to_num(first[2])) / o.k3 if first is not None and first[0] <= 1 and o.k3 else np.nan
+    first = next(iter(tokens.log.scored_again), None)
+    return (
+        (first[1] + np.nan_to_num(first[2])) / tokens.k3
+        if first is not None and first[0] <= 1 and tokens.k3
+        else np.nan
+    )
 
 
-def falls_behind(o: DumpedTokens) -> bool:
+def falls_behind(tokens: DumpedTokens) -> bool:
     """
     True if `fresh_k3_kl` grows faster than the sampler moves (`age_k3_kl`), as it does without end if weights do not
     arrive. With samples that are older than announced, both follow the pace of training.
     """
-    paces = [fresh / age for _, fresh, age in o.log.scored_again[1:] if age > _SAME / 10]
-    return len(paces) > 1 and paces[-1] > _FASTER * paces[-2] and keeps_growing(o)
+    paces = [fresh / age for _, fresh, age in tokens.log.scored_again[1:] if age > _SAME / 10]
+    return len(paces) > 1 and paces[-1] > _FASTER * paces[-2] and keeps_growing(tokens)
 
 
 def beside_equal_weights(
-    o: DumpedTokens, large: np.ndarray, step: int, *, paced: bool
+    tokens: DumpedTokens, large: np.ndarray, step: int, *, paced: bool
 ) -> Literal["yes", "no", "unknown"]:
     """
     Whether a gap that is large on one side of an optimizer step, in the sequences `large` (`(B,)`), exists there with
     equal weights as well: then neither the age of the samples nor the learning rate is its reason. If the learning
     rate changes there (`paced`), a sampler that lags would show the same, but it would have moved as well.
     """
-    size, after = k3_of_rows(o, large), bool(large[o.step >= step].any())
-    here = [(fresh, age) for at, fresh, age in o.log.scored_again if (at >= step) == after]
-    there = [fresh for at, fresh, _ in o.log.scored_again if (at >= step) != after]
+    size, after = k3_of_rows(tokens, large), bool(large[tokens.step >= step].any())
+    here = [(fresh, age) for at, fresh, age in tokens.log.scored_again if (at >= step) == after]
+    there = [fresh for at, fresh, _ in tokens.log.scored_again if (at >= step) != after]
     if not here:
         return "unknown"
     if max(fresh for fresh, _ in here) < NONE * size:
@@ -127,43 +133,45 @@ def beside_equal_weights(
 # Weights that do not arrive ------------------------------------------------------------------------------------------
 
 
-def never_pushed(o: DumpedTokens) -> Evidence | None:
-    return None if serves_adapters(o) else _apart(o)
+def never_pushed(tokens: DumpedTokens) -> Evidence | None:
+    return None if serves_adapters(tokens) else _apart(tokens)
 
 
-def adapter_missing(o: DumpedTokens) -> Evidence | None:
+def adapter_missing(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the weights do not arrive, in a run whose sampler should load adapters by itself."""
-    return _apart(o) if serves_adapters(o) else None
+    return _apart(tokens) if serves_adapters(tokens) else None
 
 
-def serves_adapters(o: DumpedTokens) -> bool:
-    return o.about.get("pushed") == "adapter"
+def serves_adapters(tokens: DumpedTokens) -> bool:
+    return tokens.about.get("pushed") == "adapter"
 
 
-def _apart(o: DumpedTokens) -> Evidence | None:
+def _apart(tokens: DumpedTokens) -> Evidence | None:
     """Test whether pushes are lost: by the scores after them, and without scores by the course of the gap."""
-    if stands_still(o):
+    if stands_still(tokens):
         return None  # there are no updates to miss
-    seen = scored_pushes(o)
+    seen = scored_pushes(tokens)
     if seen.arrival == "lost":
         # updates that the sampler rounds away look the same
-        most = POSSIBLE if o.quantised or o.coarser else 0.99 if _would_show_a_step(o, seen) else _LIKELY
+        most = (
+            POSSIBLE if tokens.quantised or tokens.coarser else 0.99 if _would_show_a_step(tokens, seen) else _LIKELY
+        )
         return Evidence(1.0, 1.0, seen.numbers, seen.sentence, most=most)
-    return drifts_apart(o) if seen.arrival == "unknown" else None
+    return drifts_apart(tokens) if seen.arrival == "unknown" else None
 
 
-def _would_show_a_step(o: DumpedTokens, seen: ScoredPushes) -> bool:
+def _would_show_a_step(tokens: DumpedTokens, seen: ScoredPushes) -> bool:
     """
     True if `age_k3_kl` would show a sampler that takes a part of each update. The gap of `n` updates is up to `n^2`
     times as large as the one of a single update.
     """
-    return seen.age < seen.fresh / max(seen.step - o.log.scored_again[0][0], 1) ** 2
+    return seen.age < seen.fresh / max(seen.step - tokens.log.scored_again[0][0], 1) ** 2
 
 
-def pushed_in_part(o: DumpedTokens) -> Evidence | None:
+def pushed_in_part(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the two sides move apart although the sampler moves: by the scores after pushes."""
-    seen = scored_pushes(o)
-    if seen.arrival != "part" or not falls_behind(o) or stands_still(o):
+    seen = scored_pushes(tokens)
+    if seen.arrival != "part" or not falls_behind(tokens) or stands_still(tokens):
         return None
     sentence = (
         f"{seen.sentence}; the gap keeps growing. Kernels that differ more for this policy than for the first, or "
@@ -172,16 +180,16 @@ def pushed_in_part(o: DumpedTokens) -> Evidence | None:
     return Evidence(1.0, 1.0, seen.numbers, sentence, most=POSSIBLE)
 
 
-def drifts_apart(o: DumpedTokens) -> Evidence | None:
+def drifts_apart(tokens: DumpedTokens) -> Evidence | None:
     """
     Infer from the course of the gap that weights do not arrive: it grows with the step in the freshest samples, and
     the sampler's own log-probabilities stay as they are.
     """
     if (
-        as_small_as_rounding(o)
-        or stands_still(o)
-        or _sampler_moves(o)
-        or (serves_adapters(o) and not step_explains(o))
+        as_small_as_rounding(tokens)
+        or stands_still(tokens)
+        or _sampler_moves(tokens)
+        or (serves_adapters(tokens) and not step_explains(tokens))
     ):
         return None
     sentence = (
@@ -190,26 +198,26 @@ def drifts_apart(o: DumpedTokens) -> Evidence | None:
         "rounds away, or an adapter that counts twice would look the same; `fresh_k3_kl` and `age_k3_kl` would tell, "
         "but this log lacks them"
     )
-    freshest = np.nanmin(o.staleness) if np.isfinite(o.staleness).any() else np.nan
+    freshest = np.nanmin(tokens.staleness) if np.isfinite(tokens.staleness).any() else np.nan
     # the freshest samples only, so that age cannot be the cause, unless it was found to be none
-    chosen = np.isnan(freshest) | (o.staleness == freshest) | serves_adapters(o)
-    evidence = growing(o, np.where(chosen, o.step, np.nan), sentence)
+    chosen = np.isnan(freshest) | (tokens.staleness == freshest) | serves_adapters(tokens)
+    evidence = growing(tokens, np.where(chosen, tokens.step, np.nan), sentence)
     return evidence and evidence._replace(most=POSSIBLE)
 
 
-def _sampler_moves(o: DumpedTokens) -> bool:
+def _sampler_moves(tokens: DumpedTokens) -> bool:
     """True if the sampler's own log-probabilities rise or fall with the step, which means that it gets weights."""
-    own = o.of_rows(o.rollout)
+    own = tokens.of_rows(tokens.rollout)
     finite = np.isfinite(own)
-    return bool(abs(spearman(o.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > _MOVED)
+    return bool(abs(spearman(tokens.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > _MOVED)
 
 
-def standing_still(o: DumpedTokens) -> Evidence | None:
-    if not stands_still(o):
+def standing_still(tokens: DumpedTokens) -> Evidence | None:
+    if not stands_still(tokens):
         return None
     sentence = (
         "|d| is {low} in the first steps and {high} in the last (rank correlation {correlation}), and the learning "
         "rates of these steps add up to {movement}, so that the trainer's weights stand still"
     )
-    evidence = growing(o, o.step.astype(float), sentence)
-    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": o.log.movement})
+    evidence = growing(tokens, tokens.step.astype(float), sentence)
+    return evidence and evidence._replace(numbers={**evidence.numbers, "movement": tokens.log.movement})
