@@ -326,8 +326,10 @@ def test_bypass_recomputes_the_weights_at_every_visit(make):
 def test_bounds_of_ppo_change_nothing_in_reinforce_as_the_warning_says(make):
     bounds = {"epsilon": 1e-5, "epsilon_high": 2e-5, "delta": 1.00001}
     fields = {"schedule": "two iterations", "max_steps": 4, "learning_rate": 1e-3}
-    with pytest.warns(UserWarning, match="`delta` is set to 1.00001 but has no effect"):
+    with pytest.warns(SettingWarning, match="has no effect") as told:
         bounded = losses(make(rollout_correction="bypass_dppo_tv", **fields, **bounds))
+    said = " ".join(str(warning.message) for warning in told)
+    assert all(f"`{name}` is set to {value} but has no effect" in said for name, value in bounds.items())
     assert bounded == losses(make(rollout_correction="bypass_dppo_tv", **fields))
     clipped = losses(make(rollout_correction="bypass_ppo_clip", **fields, **bounds))
     assert clipped != losses(make(rollout_correction="bypass_ppo_clip", **fields))
@@ -458,7 +460,9 @@ def test_messages_about_the_run_come_once_and_only_where_they_are_true(make, tin
 
 def test_cispo_must_not_cap_a_ratio_of_one(tmp_path):
     fields = {"use_cpu": True, "bf16": False, "loss_type": "cispo", "rollout_correction": "bypass_pg_is"}
-    with pytest.raises(ValueError, match=r"`epsilon_high` is 0.2 with `loss_type='cispo'`.*Set `epsilon_high` to 1"):
+    with pytest.raises(
+        ValueError, match=r"`epsilon_high` is 0.2, which with `loss_type='cispo'` .*Set `epsilon_high` to 1"
+    ):
         RolloutCorrectedGRPOConfig(str(tmp_path), **fields)
     RolloutCorrectedGRPOConfig(str(tmp_path), **fields, epsilon_high=5.0)
 
