@@ -30,7 +30,7 @@ from trl_rollout_corr.trainers.versions import FIRST_UNSUPPORTED, OLDEST, Versio
 def pretend(monkeypatch, version: str):
     monkeypatch.setattr(trl_interface, "version", lambda name: version)
     monkeypatch.setattr(trl_interface, "release", lambda: Version(Version(version).base_version))
-    monkeypatch.setattr(trl_interface, "_told", set())
+    monkeypatch.setattr(trl_interface, "_warned", set())
 
 
 @pytest.mark.parametrize("version", ["1.9.2", "1.10.0", "0.29.1", "2.0.0", "2.0.0.dev0"])

@@ -608,7 +608,7 @@ def test_agents_whose_turns_are_cut_replay(moe_path, tmp_path):
         trainer._replays.experts.sampled.place = counting
         trainer.train()
         assert cut
-        assert not trainer._replays.experts._told_without
+        assert not trainer._replays.experts._warned_unrouted
         assert logged(trainer, "routing_flipped_fraction") == [0.0] * 3
         assert max(logged(trainer, "k3_kl")) < 1e-6
     """

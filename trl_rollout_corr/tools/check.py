@@ -327,7 +327,7 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
     errors: list[str] = []
     while True:
         try:
-            config, told = _parse(config_class, given)
+            config, shown = _parse(config_class, given)
         except (ArithmeticError, ValueError, TypeError, ImportError, OSError) as error:
             message, words = _about(error, {name: x for name, x in given.items() if name not in here})
             if gone.isdisjoint(words):  # otherwise an omitted setting may cause it
@@ -340,7 +340,7 @@ def _build(config_class: Any, settings: Mapping[str, Any]) -> tuple[Any, list[st
             gone |= parts
             given = {name: value for name, value in given.items() if name not in parts}
         else:
-            return (None, errors, []) if errors else (config, [], told)
+            return (None, errors, []) if errors else (config, [], shown)
 
 
 def _about(error: Exception, given: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -367,5 +367,5 @@ def _parse(config_class: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]
         parser = Parser((config_class,))
         parser.set_defaults_with_config(**given)
         (config,) = parser.parse_args_into_dataclasses([])
-    told = [str(warning.message) for warning in caught if issubclass(warning.category, (UserWarning, FutureWarning))]
-    return config, list(dict.fromkeys(told))
+    shown = [str(warning.message) for warning in caught if issubclass(warning.category, (UserWarning, FutureWarning))]
+    return config, list(dict.fromkeys(shown))

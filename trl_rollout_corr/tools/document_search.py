@@ -53,7 +53,9 @@ class Index:
 
     def __init__(self, sections: Iterable[PageSection]) -> None:
         sections = list(sections)
-        self._names = {x.name: [_said(text).lower() for text in (x.heading, *x.keywords.split(","))] for x in sections}
+        self._names = {
+            x.name: [_words_to_find(text).lower() for text in (x.heading, *x.keywords.split(","))] for x in sections
+        }
         self._base = sqlite3.connect(":memory:")
         fields = f"name unindexed, {', '.join(PageSection._fields[1:])}"
         try:
@@ -67,7 +69,7 @@ class Index:
 
     def search(self, question: str) -> tuple[list[Found], list[str]]:
         """Sections with words of a question, the best first, and the words that no section has."""
-        words = list(dict.fromkeys(_said(question).split())) or _WORD.findall(question)
+        words = list(dict.fromkeys(_words_to_find(question).split())) or _WORD.findall(question)
         phrases = {word: self._phrases(word) for word in words}
         asked = [phrase for of_word in phrases.values() for phrase in of_word]
         scores, lines = defaultdict[str, list[float]](list), dict[str, str]()
@@ -108,7 +110,7 @@ class Index:
         return self._base.execute(f"select {columns} from sections where sections match ?", (phrase,)).fetchall()
 
 
-def _said(text: str) -> str:
+def _words_to_find(text: str) -> str:
     """The words of a text that a search looks for."""
     return " ".join(word for word in _WORD.findall(text) if word.lower() not in _IGNORED)
 

@@ -14,7 +14,7 @@ class AgeNotice:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._said: set[str] = set()
+        self._announced: set[str] = set()
 
     def news(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """The line about the metrics of a logging window; `None` if it was said before."""
@@ -23,9 +23,9 @@ class AgeNotice:
             return None
         share = metrics.get(f"{PREFIX}stale_fraction")
         age = "unknown" if share is None else "fresh" if share == 0 else "stale" if share == 1 else "mixed"
-        if age in self._said:
+        if age in self._announced:
             return None
-        self._said.add(age)
+        self._announced.add(age)
         parts = _what_acts(self.settings, age)
         return f"Rollout correction at step {step}: {_AGES[age].format(share=share)}: {parts}."
 

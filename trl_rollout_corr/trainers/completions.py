@@ -139,10 +139,10 @@ def read_logprobs(
 # A user's function ---------------------------------------------------------------------------------------------------
 
 
-def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
+def checking(rollout_func: Callable[..., Any], warned: set[str]) -> Callable[..., Any]:
     """
     A `rollout_func` whose result is checked before TRL takes it, except log-probabilities, which [`read_logprobs`]
-    checks. `told` collects the keys that a warning named.
+    checks. `warned` collects the keys that a warning named.
     """
 
     @wraps(rollout_func)
@@ -160,7 +160,7 @@ def checking(rollout_func: Callable[..., Any], told: set[str]) -> Callable[..., 
             rows = rows_of("env_mask", mask, lengths, "Give 1 to tokens of the model and 0 to all others.")
             result["env_mask"] = [_zeros_and_ones(i, row) for i, row in enumerate(rows)]
         else:
-            _warn_about_masks(result, told)
+            _warn_about_masks(result, warned)
         if (turn_ids := result.get("turn_ids")) is not None:
             result["turn_ids"] = _checked_turns(turn_ids, lengths)
         _check_fields_of_rewards(result, len(prompts))
@@ -214,15 +214,15 @@ def _check_fields_of_rewards(result: Mapping[str, Any], n: int) -> None:
             )
 
 
-def _warn_about_masks(result: Mapping[str, Any], told: set[str]) -> None:
+def _warn_about_masks(result: Mapping[str, Any], warned: set[str]) -> None:
     """Warn once about each key that looks like a token mask. TRL reads only `env_mask`."""
     completions = [len(ids) for ids in result["completion_ids"]]
     whole = [len(p) + n for p, n in zip(result["prompt_ids"], completions, strict=True)]
-    for key in result.keys() - {"prompt_ids", "completion_ids", "logprobs", "turn_ids", *told}:
+    for key in result.keys() - {"prompt_ids", "completion_ids", "logprobs", "turn_ids", *warned}:
         lengths = _lengths_of_mask(result[key])
         if lengths not in (completions, whole):
             continue
-        told.add(key)
+        warned.add(key)
         tokens = "the tokens of each completion" if lengths == completions else "prompt and completion"
         warn(
             f"Tokens where `{key}` is 0 may be trained on as if the model had written them: `rollout_func` returns "

@@ -100,10 +100,10 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.rollout_func is None:
             return super()._generate(*args, **kwargs)
-        told = self.__dict__.setdefault("_named_masks", set())  # keys that a warning named
+        warned = self.__dict__.setdefault("_named_masks", set())  # keys that a warning named
         requests = self._pushes.noting_requests() if self.use_vllm else nullcontext()
         # for this call only, because it is the user's
-        with patch.object(self, "rollout_func", checking(self.rollout_func, told)), requests:
+        with patch.object(self, "rollout_func", checking(self.rollout_func, warned)), requests:
             return super()._generate(*args, **kwargs)
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:

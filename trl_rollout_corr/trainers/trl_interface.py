@@ -95,7 +95,7 @@ def _is_of_unsloth(trainer: type) -> bool:
     return any("unsloth" in f"{cls.__module__} {cls.__name__}".lower() for cls in trainer.__mro__)
 
 
-_told: set[str] = set()  # one warning per process
+_warned: set[str] = set()  # one warning per process
 
 
 def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> None:
@@ -104,8 +104,8 @@ def check_trl(trainer: type, methods: dict[str, list[str]] | None = None) -> Non
     if problem:
         raise ImportError(problem)
     installed = version("trl")
-    if is_untested(release()) and installed not in _told:
-        _told.add(installed)
+    if is_untested(release()) and installed not in _warned:
+        _warned.add(installed)
         warn(
             f"trl {installed} is newer than the releases that trl-rollout-corr was tested with ({OLDEST} to "
             f"{NEWEST_TESTED}). All methods that it needs exist, and the first step will show whether the correction "

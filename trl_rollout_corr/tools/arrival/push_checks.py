@@ -43,7 +43,7 @@ class PushChecks:
         self.frozen = FrozenCheck(model, pushes.trainer.accelerator)
         self.adapters = AdapterCheck()
         self.old_cache = False  # keys and values of older weights were read
-        self._told_replicas = False
+        self._warned_replicas = False
         self._unmoved: list[Unmoved] = []  # since the latest batch
         self.sampler = ScoringSampler(pushes)
         self.rescore = Rescore(pushes, self.sampler)
@@ -119,8 +119,8 @@ class PushChecks:
         config = self.trainer._engine_config
         if self.pushes.server is None or not has_extension(config):
             return None
-        if (n := self.sampler.replicas) > 1 and not self._told_replicas:
-            self._told_replicas = True
+        if (n := self.sampler.replicas) > 1 and not self._warned_replicas:
+            self._warned_replicas = True
             notify(
                 f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, "
                 f"because vLLM reads no other. `fresh_k3_kl` asks all of them in turns. {SEE}"

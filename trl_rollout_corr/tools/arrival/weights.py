@@ -62,7 +62,7 @@ class WeightCheck:
         self._exact: set[str] = set()  # weights that the sampler keeps as they are sent
         self._failed: int | None = None  # number of the last push that did not arrive
         self._still = self._all_unmoved = 0
-        self._told_unread = self._told_unreadable = self._told_unseen = False
+        self._warned_unread = self._warned_unreadable = self._warned_unseen = False
         self._packed: list[str] = []  # weights of the latest push in a type without fingerprints
         # Share of the quantised tensors that did not change at the last push; `None` if unknown
         self.unmoved: float | None = None
@@ -137,16 +137,16 @@ class WeightCheck:
         try:
             weights = self.read(names)
         except Exception as error:  # no release of vLLM may end a run here
-            if not self._told_unread:
-                self._told_unread = True
+            if not self._warned_unread:
+                self._warned_unread = True
                 notify(
                     "From here on, pushed weights are not compared with those that vLLM holds, unless a later push "
                     f"can read them: reading failed with {type(error).__name__}: {error}. {SEE}"
                 )
             return None
         unreadable = [*self._packed, *([] if weights is None else weights.get("unreadable", ()))]
-        if unreadable and not self._told_unreadable:
-            self._told_unreadable = True
+        if unreadable and not self._warned_unreadable:
+            self._warned_unreadable = True
             listed = ", ".join(f"`{name}`" for name in unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
             notify(
                 f"{len(unreadable)} of the {len(names) + len(self._packed)} weights that are pushed are not compared "
@@ -156,9 +156,9 @@ class WeightCheck:
 
     def _tell_unseen(self, now: Push) -> None:
         """Say once of which weights no value is compared, because the sampler keeps no layout that can be read."""
-        if self._told_unseen or not now.held:
+        if self._warned_unseen or not now.held:
             return
-        self._told_unseen = True
+        self._warned_unseen = True
         seen_whole = [
             name
             for name in now.varied - self._exact

@@ -61,7 +61,7 @@ class RolloutCorrectionMonitor(Watcher):
         self.warned = False  # about fields of the configuration
         self.reporters: CallbackHandler | None = None  # the callbacks of the trainer, which may send alerts
         self.observer: Observer | None = None  # of the trainer; without one, windows are log entries
-        self._told_failed = False  # that a tracker takes no alert
+        self._warned_of_alerts = False  # that a tracker takes no alert
         self._examiner = Examiner(limits=parse_bounds(bounds))
         self._restart()
 
@@ -157,8 +157,8 @@ class RolloutCorrectionMonitor(Watcher):
         if self.reporters is not None and state.is_world_process_zero:
             title, text = f"{alarm.bound} at step {alarm.step}", str(alarm)
             failed = report_alert(self.reporters, title, text, critical=critical)
-            if failed and not self._told_failed:
-                self._told_failed = True
+            if failed and not self._warned_of_alerts:
+                self._warned_of_alerts = True
                 notify(
                     f"This alarm, and perhaps later ones, did not become an alert of {' and '.join(failed)}. Every "
                     "alarm is among the messages of the run all the same."

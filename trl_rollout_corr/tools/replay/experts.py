@@ -34,7 +34,7 @@ class Experts:
         one: Any = next(iter(routers.values()))
         self.sampled = SampledRoutes([*routers], one.num_experts, one.top_k)
         self._was_routed = False  # True once a token of a loss came with a route
-        self._told_without = False  # True once tokens without routes were reported
+        self._warned_unrouted = False  # True once tokens without routes were reported
 
     def recording(self, llm: Any) -> RecordingEngine:
         """vLLM's engine, which keeps the routes of all its completions from now on."""
@@ -68,8 +68,8 @@ class Experts:
         missing = f"`rollout_routing` is 'replay', but {n} of {total} tokens of the loss lack routes"
         if first:
             raise ValueError(f"{missing}, so nothing can be replayed. {reason}")
-        if not self._told_without:
-            self._told_without = True
+        if not self._warned_unrouted:
+            self._warned_unrouted = True
             notify(f"{missing}: the trainer chooses their experts itself. {reason} This message appears once.")
 
     def alone(self, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
