@@ -224,11 +224,11 @@ def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
         raise SettingError(alone[0], getattr(settings, alone[0]), reason, remedy=remedy)
     if settings.bounding is not None:  # TRL's weights would still act
         own.add("rollout_metrics_only")
-    if settings.by_trl and (beside := sorted(given & own)):
+    if settings.by_trl and (refused := sorted(given & own)):
         reason = (
             "but `rollout_correction: trl` keeps the loss of TRL, whose fields `vllm_importance_sampling_*` decide"
         )
-        raise SettingError(beside[0], getattr(settings, beside[0]), reason, remedy="Remove one of the two.")
+        raise SettingError(refused[0], getattr(settings, refused[0]), reason, remedy="Remove one of the two.")
     if not settings.rollout_rs_exclude_from_baseline:
         return
     reason, remedy = "", "Set `rollout_rs_exclude_from_baseline` to False, or `bypass_mode` to False."

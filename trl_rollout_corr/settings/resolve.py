@@ -115,7 +115,7 @@ class Settings:
         return tuple(map(_criterion, self.rollout_rs, self.rollout_rs_threshold))
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def overriding_fields(self) -> tuple[str, ...]:
         """Names of the fields by which the user overrides the preset, and would any other one."""
         of_preset = {} if self.by_trl else settings_of(self.rollout_correction)
         changed = [name for name, value in of_preset.items() if getattr(self, name) != value]

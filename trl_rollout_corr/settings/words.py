@@ -49,7 +49,7 @@ def settings_in_words(settings: Settings, fields: Mapping[str, Any] | None = Non
 
 def _head(settings: Settings, fields: Mapping[str, Any]) -> str:
     """Name of the preset, and in brackets if the loss is not its own; empty without both."""
-    changes = " with changes" if UNSET.keys() & {*settings.beside} else ""
+    changes = " with changes" if UNSET.keys() & {*settings.overriding_fields} else ""
     name = f"{settings.rollout_correction}{changes}" if settings.rollout_correction else ""
     loss = (
         "measured only" if settings.rollout_metrics_only else _loss_of_trl(settings, fields) if settings.by_trl else ""

@@ -124,7 +124,7 @@ def decide(
     if not row.set or run is None:
         return Decision(row, of_unknown=run is None)
     of_completions = run.by_trl and run.rollout_is == "sequence"  # GRPO with vLLM: elsewhere TRL weights nothing
-    return Decision(row, run.beside, or_of_trl=of_completions)
+    return Decision(row, run.overriding_fields, or_of_trl=of_completions)
 
 
 def row_of(situation: Situation) -> Row:

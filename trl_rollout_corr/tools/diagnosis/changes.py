@@ -8,7 +8,7 @@ from .drift import stale
 from .evidence import POSSIBLE, Evidence, bounded, pearson, rms
 from .growth import ENOUGH, with_advantage
 from .observed import DumpedTokens
-from .scored_pushes import HALF, beside_equal_weights
+from .scored_pushes import HALF, exists_at_equal_weights
 
 
 _SIDES = 3  # fewest steps before and after a change
@@ -40,7 +40,7 @@ def changed(tokens: DumpedTokens) -> Evidence | None:
     after = tokens.step >= jump.step
     large = after if jump.rise > 0 else ~after
     pace = _pace(tokens, jump)
-    observed = beside_equal_weights(tokens, large, jump.step, paced=bool(pace))
+    observed = exists_at_equal_weights(tokens, large, jump.step, paced=bool(pace))
     if observed == "no" or (observed == "unknown" and _is_of_old_weights(tokens, jump, pace)):
         return None
     inside = {

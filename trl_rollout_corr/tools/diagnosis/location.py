@@ -68,7 +68,7 @@ def split_units(tokens: DumpedTokens, units: np.ndarray) -> Split | None:
     if apart < _LIKELY or contrast < _CONTRAST:
         return None
     off = levels >= np.sort(levels[judged])[place]
-    if not _beside_sound_ones(tokens, here, unit, np.maximum(levels, least), off & judged, ~off & judged):
+    if not _differs_at_equal_step(tokens, here, unit, np.maximum(levels, least), off & judged, ~off & judged):
         return None
     deviating = np.isin(units, names[off]) & (units >= 0)
     share = float(np.square(tokens.d[deviating]).sum()) / max(tokens.total, 1e-300)
@@ -93,7 +93,7 @@ def _place(levels: np.ndarray) -> tuple[int, float, float]:
     return int(places[best]), float(max(steps[best], otsu[best])), float(np.exp(upper[best] - lower[best]))
 
 
-def _beside_sound_ones(
+def _differs_at_equal_step(
     tokens: DumpedTokens, here: np.ndarray, unit: np.ndarray, levels: np.ndarray, off: np.ndarray, sound: np.ndarray
 ) -> bool:
     """True if most deviating units lie far above sound units of the same step and age."""

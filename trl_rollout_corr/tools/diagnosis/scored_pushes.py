@@ -110,7 +110,7 @@ def falls_behind(tokens: DumpedTokens) -> bool:
     return len(paces) > 1 and paces[-1] > _FASTER * paces[-2] and keeps_growing(tokens)
 
 
-def beside_equal_weights(
+def exists_at_equal_weights(
     tokens: DumpedTokens, large: np.ndarray, step: int, *, paced: bool
 ) -> Literal["yes", "no", "unknown"]:
     """

@@ -131,7 +131,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if refused and not accepted and cause.if_impossible:
         return " ".join([*reasons, cause.if_impossible]), {}
     possible, others = _possible(accepted, run, about)
-    to_paste = {name: _beside(value, run.get(name)) for name, value in possible.items()}
+    to_paste = {name: _merged_with_run(value, run.get(name)) for name, value in possible.items()}
     text = _remedy(cause, [*reasons, *others], has_all=not to_paste)
     if diagnosis.expected and not cause.normal:
         text = f"Nothing has to be done. To make the gap smaller: {uncapitalized(text)}"
@@ -150,11 +150,11 @@ def _remedy(cause: Cause, reasons: list[str], *, has_all: bool) -> str:
     return " ".join([*reasons, cause.otherwise] if refuted else [cause.remedy, *reasons])
 
 
-def _beside(value: object, run: object) -> object:
+def _merged_with_run(value: object, run: object) -> object:
     """An advised value to paste: a mapping keeps what the run has in its own."""
     if not isinstance(value, Mapping) or not isinstance(run, Mapping):
         return value
-    return {**run, **{name: _beside(x, run.get(name)) for name, x in value.items()}}
+    return {**run, **{name: _merged_with_run(x, run.get(name)) for name, x in value.items()}}
 
 
 _OF_ENGINE = ("rollout_engine_kwargs", "rollout_routing")

@@ -107,8 +107,8 @@ def _convert_for(
     The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own correction, or the
     fields for a section of verl or SkyRL in it, which is removed. Comments and all other lines stay.
     """
-    sections = _sections_beside(content)
-    if ours := _own_fields_beside(sections, content):
+    sections = _foreign_sections(content)
+    if ours := _own_fields(sections, content):
         warn(
             f"The file has fields of this package already (`{next(iter(ours))}`), needs no conversion, and is printed "
             "as it is."
@@ -130,7 +130,7 @@ def _convert_for(
     return edited if _reads_as(edited, expected) else _written_anew(expected)
 
 
-def _own_fields_beside(sections: list[str], content: Mapping[str, Any]) -> dict[str, Any]:
+def _own_fields(sections: list[str], content: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of this package in a file. Raises an error if sections of verl or SkyRL stand beside them."""
     ours = {name: value for name, value in content.items() if name in FIELDS and name not in sections}
     if ours and sections:
@@ -196,7 +196,7 @@ def _trainer_of(of_trl: Mapping[str, Any]) -> str | None:
     return "grpo" if is_grpo else None
 
 
-def _sections_beside(content: Mapping[str, Any]) -> list[str]:
+def _foreign_sections(content: Mapping[str, Any]) -> list[str]:
     """Names of the sections of verl or SkyRL in a file of TRL that have settings of a correction."""
     found = []
     for name in ("rollout_correction", "algorithm", "actor_rollout_ref", "trainer"):
