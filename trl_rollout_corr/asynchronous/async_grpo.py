@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader
 
 from ..door import check_served_adapter
 from ..settings.config import RolloutCorrectionConfig
-from ..trainers.batches import TAGS, CorrectsBatches
+from ..trainers.batches import TAGS, BatchCorrectionMixin
 from ..trainers.keys import NOT_GIVEN, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP
 from ..trainers.metadata import engine_metadata
 from ..trainers.model_checks import check_types
 from ..trainers.observer import CorrectedBatch
 from ..trainers.ranks import leaving_together
-from ..trainers.trl_checks import ReadByTrainer
+from ..trainers.trl_checks import WarnIfUnreadMixin
 from ..trainers.trl_interface import check_bases, check_trl, with_parameters_of
 from .checks import CHECKS
 from .packing import Terms, with_a_term
@@ -41,7 +41,7 @@ LOSS_MASK = "loss_mask"  # (B, T)
 
 
 @dataclass
-class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, AsyncGRPOConfig):
+class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin, AsyncGRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedAsyncGRPOTrainer`].
 
@@ -63,7 +63,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, As
         self.check()
 
 
-class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
+class RolloutCorrectedAsyncGRPOTrainer(BatchCorrectionMixin, AsyncGRPOTrainer):
     r"""
     TRL's `AsyncGRPOTrainer` that corrects for the age of its samples and for the mismatch between vLLM and the
     trainer.
@@ -74,7 +74,8 @@ class RolloutCorrectedAsyncGRPOTrainer(CorrectsBatches, AsyncGRPOTrainer):
 
     Differences from TRL, each as `super()` with changed arguments or results: `__init__` (checks, monitor, dump),
     `compute_loss` (the correction), `get_train_dataloader` (age and reward of each sample), `_sync_weight` (optimizer
-    step of each version of the weights), `train` and `log` ([`~trl_rollout_corr.trainers.batches.CorrectsBatches`]).
+    step of each version of the weights), `train` and `log`
+    ([`~trl_rollout_corr.trainers.batches.BatchCorrectionMixin`]).
 
     TRL's trainer needs GPUs. `examples/async_on_cpu.py` shows what it takes to run on a CPU.
 

@@ -48,7 +48,7 @@ def _fields_of(args: RolloutCorrectionConfig) -> dict[str, Any]:
     return {name: plain(getattr(args, name)) for name in FIELDS}
 
 
-class CorrectsBatches(_Host):
+class BatchCorrectionMixin(_Host):
     """
     Correction of one batch, and its metrics. List it before TRL's trainer among the bases.
 

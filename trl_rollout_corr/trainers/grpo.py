@@ -16,7 +16,7 @@ from .completions import checking, read_logprobs
 from .forward_pass import Generation
 from .keys import NOT_GIVEN, OLD_LOGPS, ROLLOUT_LOGPS
 from .mixin import RolloutCorrectionMixin
-from .trl_checks import CHECKS_OF_GRPO, ReadByTrainer, check_loss_type
+from .trl_checks import CHECKS_OF_GRPO, WarnIfUnreadMixin, check_loss_type
 from .trl_interface import with_parameters_of
 
 
@@ -24,7 +24,7 @@ DIFFERENCE = "sampling/sampling_logp_difference"  # TRL's metrics of its own cor
 
 
 @dataclass
-class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, ReadByTrainer, GRPOConfig):
+class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin, GRPOConfig):
     r"""
     Configuration class for the [`RolloutCorrectedGRPOTrainer`].
 

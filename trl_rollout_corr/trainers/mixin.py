@@ -25,7 +25,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..door import replays_of
 from ..settings.config import RolloutCorrectionConfig
-from .batches import CorrectsBatches
+from .batches import BatchCorrectionMixin
 from .completions import read_logprobs
 from .engine_arguments import engine_arguments
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
@@ -50,7 +50,7 @@ from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
 from .vllm_engine import IMAGES, warn_about_images, watch_sampler
 
 
-class RolloutCorrectionMixin(CorrectsBatches):
+class RolloutCorrectionMixin(BatchCorrectionMixin):
     """
     Rollout correction for a trainer of TRL. List it before the trainer among the bases.
 
@@ -58,7 +58,7 @@ class RolloutCorrectionMixin(CorrectsBatches):
     `_generate_and_score_completions` (the sampler's log-probabilities; TRL's old pass is skipped if it is not needed),
     `_calculate_rewards` (completions rejected before the baseline), `_get_per_token_logps_and_entropies` and
     `compute_loss` (the correction), `training_step` (the end of replays), and `train` (a new start after an earlier
-    training). [`~trl_rollout_corr.trainers.batches.CorrectsBatches`] overrides `train` and `log`.
+    training). [`~trl_rollout_corr.trainers.batches.BatchCorrectionMixin`] overrides `train` and `log`.
 
     A trainer defines the differences between TRL's trainers: `_trl_class` and `_config_class`, `_anchor_key` (key of
     the log-probabilities in the denominator of TRL's ratio), `_enter_loss`, and `_asking_for_old_pass`.

@@ -14,12 +14,12 @@ from .batches import TAGS
 from .forward_pass import OldPass, Scoring
 from .mixin import RolloutCorrectionMixin
 from .observer import CorrectedBatch
-from .trl_checks import CHECKS_OF_RLOO, ReadByTrainer
+from .trl_checks import CHECKS_OF_RLOO, WarnIfUnreadMixin
 from .trl_interface import with_parameters_of
 
 
 @dataclass
-class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, ReadByTrainer, RLOOConfig):
+class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin, RLOOConfig):
     """
     Configuration class for the [`RolloutCorrectedRLOOTrainer`].
 

@@ -25,7 +25,7 @@ from ..settings.resolve import Settings
 _LOWEST_TEMPERATURE = 0.01
 
 
-class ReadByTrainer:
+class WarnIfUnreadMixin:
     """A configuration that warns if TRL's own trainer uses it, which ignores the settings."""
 
     _is_read = False  # True once a trainer of this package read the settings
