@@ -19,7 +19,7 @@ from trl_rollout_corr.correction.age import Staleness
 from trl_rollout_corr.correction.functional import turns_of
 from trl_rollout_corr.correction.groups import TURNS, add_up_groups
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.tools.analysis.recompute import _correct, batch_of
+from trl_rollout_corr.tools.analysis.recompute import _correct_blocks, batch_of
 from trl_rollout_corr.tools.dump.reading import open_dump
 from trl_rollout_corr.tools.report.token_tables import find_lost
 
@@ -146,7 +146,7 @@ def test_a_dump_of_advantages_per_token_gives_the_correction_of_the_run(make, fi
     sequences = open_dump(folder).sequences
     every = np.ones(len(sequences), bool)
     batch = batch_of(sequences, every)
-    again = _correct(batch, trainer._settings)
+    again = _correct_blocks(batch, trainer._settings)
     for block, correction in zip(batch.blocks, again, strict=True):
         torch.testing.assert_close(correction.coefficients * block.mask, block.coefficients, rtol=1e-5, atol=1e-6)
         assert torch.equal(correction.keep, block.keep)
@@ -283,13 +283,13 @@ def test_shares_of_a_run_are_those_of_its_batches(make, mode):
     fields = {**MODES[mode], "rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "rollout_is_threshold": 1.1}
     trainer = make(**fields, max_steps=1)
     recorded = []
-    inner = trainer._observer.corrected
+    inner = trainer._observer.add_correction
 
     def corrected(now, seen):
         recorded.append((seen.batch, seen.correction, seen.coefficients))
         inner(now, seen)
 
-    trainer._observer.corrected = corrected
+    trainer._observer.add_correction = corrected
     losses(trainer)
     (entry,) = entries(trainer)
     positive = {"tokens": 0, "rejected": 0, "removed": 0.0}

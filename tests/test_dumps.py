@@ -61,7 +61,7 @@ def make(tiny_model_path, tmp_path):
 def observed(trainer) -> list[dict]:
     """Every sequence that was trained on, as it passed through the trainer: `(step, completion, ...)`."""
     sequences = []
-    inner = trainer._observer.corrected
+    inner = trainer._observer.add_correction
 
     def corrected(now, seen):
         batch, correction = seen.batch, seen.correction
@@ -79,7 +79,7 @@ def observed(trainer) -> list[dict]:
             )
         inner(now, seen)
 
-    trainer._observer.corrected = corrected
+    trainer._observer.add_correction = corrected
     return sequences
 
 

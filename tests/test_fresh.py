@@ -249,7 +249,7 @@ def test_only_a_run_whose_loss_depends_on_the_age_speaks_of_it(fields, says):
 
 @pytest.mark.parametrize("age", [0, 8, None])
 def test_a_dump_gives_the_weights_of_the_run(age, tmp_path, tiny_model_path):
-    from trl_rollout_corr.tools.analysis.recompute import _correct, batch_of
+    from trl_rollout_corr.tools.analysis.recompute import _correct_blocks, batch_of
     from trl_rollout_corr.tools.dump.reading import open_dump
 
     fields = {"rollout_dump_dir": str(tmp_path / "dump"), "rollout_dump_sampled": 64}
@@ -259,7 +259,7 @@ def test_a_dump_gives_the_weights_of_the_run(age, tmp_path, tiny_model_path):
     every = np.ones(len(sequences), bool)
     assert {*sequences.is_fresh} == {age == 0}
     batch = batch_of(sequences, every)
-    for block, correction in zip(batch.blocks, _correct(batch, trainer._settings), strict=True):
+    for block, correction in zip(batch.blocks, _correct_blocks(batch, trainer._settings), strict=True):
         torch.testing.assert_close(correction.coefficients * block.mask, block.coefficients, rtol=1e-5, atol=1e-6)
     sequences.lag = np.full(len(sequences), math.nan)  # as in an earlier dump
     assert {*sequences.is_fresh} == {age == 0}

@@ -435,8 +435,8 @@ def test_the_second_look_takes_the_experts_of_the_sampler(make, normalizes):
     # normalised weights are computed before the loss runs
     trainer = make(rollout_diagnose=True, max_steps=1, rollout_is_batch_normalize=normalizes)
     diagnosis, seen = watcher(trainer, FirstStepDiagnosis), []
-    corrected = diagnosis.corrected
-    diagnosis.corrected = lambda now, one: (corrected(now, one), seen.append(one))
+    corrected = diagnosis.on_batch_corrected
+    diagnosis.on_batch_corrected = lambda now, one: (corrected(now, one), seen.append(one))
     trainer.train()
     differences = [
         (one.train_logps - one.batch[AGAIN_LOGPS]).nan_to_num(0.0) for one in seen if AGAIN_LOGPS in one.batch

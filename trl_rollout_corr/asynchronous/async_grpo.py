@@ -178,7 +178,9 @@ class RolloutCorrectedAsyncGRPOTrainer(BatchCorrectionMixin, AsyncGRPOTrainer):
         batch = self._completions_of(inputs, terms)
         self._pushes.keep(batch)  # may score texts, which is no part of the forward pass below
         placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
-        correct = partial(self._correct, inputs=inputs, terms=terms, batch=batch, placeholders=placeholders)
+        correct = partial(
+            self._correct_micro_batch, inputs=inputs, terms=terms, batch=batch, placeholders=placeholders
+        )
         policy = CorrectedPolicy(model, correct)
         loss: torch.Tensor = super().compute_loss(
             policy, {**inputs, **placeholders}, return_outputs, num_items_in_batch
@@ -192,7 +194,7 @@ class RolloutCorrectedAsyncGRPOTrainer(BatchCorrectionMixin, AsyncGRPOTrainer):
         return loss
 
     @torch.no_grad()
-    def _correct(
+    def _correct_micro_batch(
         self,
         output: Any,
         inputs: Mapping[str, Any],
@@ -204,9 +206,9 @@ class RolloutCorrectedAsyncGRPOTrainer(BatchCorrectionMixin, AsyncGRPOTrainer):
         selected = inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         logps = output.log_probs.detach().flatten()[index]
-        anchor, corrected = self._corrected(terms.spread(logps), batch)
+        anchor, corrected = self._anchor_and_correction(terms.spread(logps), batch)
         n_dropped = self._watched_queue.take_dropped() if self._watched_queue is not None else 0
-        self._observer.trained(self._now, corrected.mask, n_dropped)
+        self._observer.add_completions(self._now, corrected.mask, n_dropped)
         advantages, old = inputs["advantages"][selected], inputs["old_log_probs"][selected]
         if self._settings.changes_loss:
             advantages = advantages * terms.collect(corrected.coefficients, torch.zeros_like(logps))
@@ -239,11 +241,13 @@ class RolloutCorrectedAsyncGRPOTrainer(BatchCorrectionMixin, AsyncGRPOTrainer):
     def _loss_mask(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return batch[LOSS_MASK]
 
-    def _corrected(self, current: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, CorrectedBatch]:
+    def _anchor_and_correction(
+        self, current: torch.Tensor, batch: dict[str, Any]
+    ) -> tuple[torch.Tensor, CorrectedBatch]:
         """Anchor of the ratio, `(B, T)`, and the corrected batch."""
         # A sample is visited once. In decoupled mode the old policy is therefore the current one, and the ratio of PPO
         # is 1.
-        self._observer.visited(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
+        self._observer.add_visit(self._now, self._ages(batch), batch[LOSS_MASK], current, current)
         corrected = self._correct_from(current, batch, from_old=False)  # the current policy is newer than the sampler
         anchor = current
         if self._settings.bypass_mode and self._settings.changes_loss:

@@ -126,10 +126,10 @@ class BatchCorrectionMixin(_Host):
 
     def _record(self, corrected: CorrectedBatch) -> None:
         """Add a corrected batch to the metrics, and show it to the watchers."""
-        self._observer.corrected(self._now, corrected)
+        self._observer.add_correction(self._now, corrected)
         seen = corrected._replace(batch=dict(corrected.batch))  # a watcher may add a column for the next one
         for watcher in self._watchers:
-            watcher.corrected(self._now, seen)
+            watcher.on_batch_corrected(self._now, seen)
 
     def _bare(self, model: Any) -> torch.nn.Module:
         """A model without its wrappers."""

@@ -4,9 +4,9 @@ The seam into TRL, shared by the trainers of GRPO and RLOO.
 TRL's trainers call one method for every forward pass, `_get_per_token_logps_and_entropies`. The mixin overrides it,
 and asks the current pass what to do ([`~trl_rollout_corr.trainers.forward_pass`]):
 
-- *in the loss*, [`RolloutCorrectionMixin._correct`] gets the log-probabilities of the current policy before TRL does.
-  TRL reads the anchor of the ratio and the advantages only afterwards, so a correction needs no forward pass of its
-  own;
+- *in the loss*, [`RolloutCorrectionMixin._correct_micro_batch`] gets the log-probabilities of the current policy
+  before TRL does. TRL reads the anchor of the ratio and the advantages only afterwards, so a correction needs no
+  forward pass of its own;
 - *while scoring*, TRL's first call computes the log-probabilities of the *old* policy. If they are not needed, the
   call returns without a forward pass.
 
@@ -290,10 +290,12 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         *args: object,
         **kwargs: object,
     ) -> torch.Tensor:
-        # The batch of a pass in the loss lacks advantages until `_correct` puts them back. If TRL read them earlier,
-        # its loss would not be corrected, so `LossInputs` raises an error.
+        # The batch of a pass in the loss lacks advantages until `_correct_micro_batch` puts them back. If TRL read
+        # them earlier, its loss would not be corrected, so `LossInputs` raises an error.
         count = partial(self._observer.add, self._now.mode)
-        loss_pass = LossPass(self._bare(model), inputs, self._loss_mask(inputs), self._correct, self._bare, count)
+        loss_pass = LossPass(
+            self._bare(model), inputs, self._loss_mask(inputs), self._correct_micro_batch, self._bare, count
+        )
         if LOGPS_OF_TRL in inputs:
             loss_pass.inputs[ROLLOUT_LOGPS] = inputs[LOGPS_OF_TRL]
         with self._during(loss_pass), self._bounding_the_ratio():
@@ -322,7 +324,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         """Bound TRL's ratio to the sampler for negative advantages, where TRL's loss can."""
         return nullcontext()
 
-    def _correct(self, loss_pass: LossPass, logps: torch.Tensor) -> torch.Tensor:
+    def _correct_micro_batch(self, loss_pass: LossPass, logps: torch.Tensor) -> torch.Tensor:
         """
         Correct a micro-batch on the way from the model to TRL's loss.
 
@@ -334,7 +336,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         inputs["advantages"] = batch["advantages"]
         first = self._is_first_visit(current, batch)
         old: Any = self._old_logps(current, batch, first)
-        self._observer.visited(self._now, self._ages(batch), self._loss_mask(batch), current, old)
+        self._observer.add_visit(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self._settings.bypass_mode:
             corrected = self._correct_from(current, batch, from_old=old is current)
             anchor, corrected = self._bypass(corrected) if self._settings.changes_loss else (current, corrected)

@@ -45,9 +45,9 @@ class Observer:
     """
     Adds up metrics until they are logged.
 
-    Each forward pass of a micro-batch in the loss is [`Observer.visited`]. A batch is [`Observer.corrected`] once in
-    decoupled mode, at its first visit or before it, and in bypass mode at every visit, because the correction depends
-    on the current policy.
+    Each forward pass of a micro-batch in the loss goes to [`Observer.add_visit`]. A batch goes to
+    [`Observer.add_correction`] once in decoupled mode, at its first visit or before it, and in bypass mode at every
+    visit, because the correction depends on the current policy.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -62,7 +62,7 @@ class Observer:
         """Add sums to the logging window of a mode, `"train"` or `"eval"`."""
         self.windows[mode].add(sums)
 
-    def visited(
+    def add_visit(
         self,
         now: Moment,
         ages: torch.Tensor | None,
@@ -77,11 +77,11 @@ class Observer:
         if old_logps is not None and old_logps is not current_logps:
             self.add(now.mode, Staleness.of(update_gap(old_logps, current_logps, mask)))
 
-    def trained(self, now: Moment, mask: torch.Tensor, n_dropped: int) -> None:
+    def add_completions(self, now: Moment, mask: torch.Tensor, n_dropped: int) -> None:
         """Count a batch's completions by its mask, `(B, T)`, and `n_dropped` ones as too old."""
         self.add(now.mode, Staleness.of(count_completions(mask, n_dropped)))
 
-    def corrected(self, now: Moment, corrected: CorrectedBatch) -> None:
+    def add_correction(self, now: Moment, corrected: CorrectedBatch) -> None:
         """Count a corrected batch."""
         batch, correction = corrected.batch, corrected.correction
         turns = log_ratio = None

@@ -34,7 +34,7 @@ class Watcher(TrainerCallback):
         watcher on every rank reads the sums of steps, which are gathered.
         """
 
-    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+    def on_batch_corrected(self, now: Moment, batch: CorrectedBatch) -> None:
         """See a corrected batch: once in decoupled mode, at every visit in bypass mode."""
 
 

@@ -156,7 +156,7 @@ def recompute(
     as_dumped: bool = False,
 ) -> Outcome:
     """What settings do to sequences or, `as_dumped`, of the correction that the run itself wrote."""
-    corrections, neutralize = _correct(batch, settings), settings.rollout_nan_policy == "neutralize"
+    corrections, neutralize = _correct_blocks(batch, settings), settings.rollout_nan_policy == "neutralize"
     tokens = kept = 0.0
     coefficient, products = 0.0, torch.zeros(3, dtype=torch.float64)
     for block, correction in zip(batch.blocks, corrections, strict=True):
@@ -181,7 +181,7 @@ def recompute(
     )
 
 
-def _correct(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
+def _correct_blocks(batch: Batch, settings: Settings) -> list[RolloutCorrection]:
     """The correction of each block. A value of the whole batch, such as the mean weight, covers all blocks."""
 
     def correct(sum_over_blocks: Callable[[torch.Tensor], torch.Tensor]) -> list[RolloutCorrection]:

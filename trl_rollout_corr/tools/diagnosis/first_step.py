@@ -53,7 +53,7 @@ class FirstStepDiagnosis(Watcher):
         score_alone = None if images else getattr(trainer, "_score_alone", None)
         return cls(trainer.args, trainer._settings, trainer._about, score_alone)
 
-    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+    def on_batch_corrected(self, now: Moment, batch: CorrectedBatch) -> None:
         if now.mode != "train":
             return
         if self.looks_twice() and self._score_alone is not None:  # all ranks score

@@ -108,7 +108,7 @@ class SequenceDump(Watcher):
     def begins(self, trainer: Any, checkpoint: object, *, everywhere: bool) -> None:
         self.checkpoint = checkpoint
 
-    def corrected(self, now: Moment, batch: CorrectedBatch) -> None:
+    def on_batch_corrected(self, now: Moment, batch: CorrectedBatch) -> None:
         step = now.step + 1  # the optimizer step that trains on the batch
         if now.mode == "train" and self.wants(step):
             self.offer(step, *columns_of(batch))
