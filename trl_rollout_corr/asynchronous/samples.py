@@ -47,7 +47,7 @@ class WatchedQueue:
             self._n_dropped += bool(self._last.completion_mask.any())
             self._last = None
         sample = self._queue.get(*args, **kwargs)
-        self._last = checked(sample)
+        self._last = validate_sample(sample)
         return self._last
 
     def take_last(self) -> RolloutSample:
@@ -66,7 +66,7 @@ class WatchedQueue:
         return n_dropped
 
 
-def checked(sample: RolloutSample) -> RolloutSample:
+def validate_sample(sample: RolloutSample) -> RolloutSample:
     """Check the log-probabilities of a sample, and bring them into one form in place."""
     if sample.old_log_probs is None:
         raise ValueError(

@@ -52,7 +52,7 @@ class Tokens(NamedTuple):
     log_ratio: torch.Tensor  # (B, T): d = log pi_train - log pi_rollout, in nats, 0 where tokens do not count
     train_logps: torch.Tensor  # (B, T): log-probabilities of the training policy, in nats, 0 where tokens do not count
     valid: torch.Tensor  # (B, T): 1 on tokens that count, else 0
-    outside: torch.Tensor  # (B, T): 0 on tokens that count, else infinity: for minima and maxima
+    inf_where_invalid: torch.Tensor  # (B, T): 0 on tokens that count, else infinity: for minima and maxima
     lengths: torch.Tensor  # (B, 1): number of tokens that count
     mask_lengths: torch.Tensor  # (B, 1): number of tokens of the loss
     broken: torch.Tensor  # (B, 1): number of tokens of the loss whose log-ratio is not finite
@@ -149,7 +149,7 @@ def select_tokens(
         log_ratio=zero_unless(difference, finite),
         train_logps=zero_unless(train_logps, valid),
         valid=valid,
-        outside=valid.reciprocal().sub_(1.0),
+        inf_where_invalid=valid.reciprocal().sub_(1.0),
         lengths=lengths,
         mask_lengths=mask_lengths,
         broken=mask_lengths - (finite.sum(-1, keepdim=True) if neutralize else lengths),
@@ -313,7 +313,7 @@ def _reduce(divergence: torch.Tensor, tokens: Tokens, scope: str) -> torch.Tenso
     unit, _, how = scope.partition("_")
     if unit == "token":
         return divergence
-    values, reduction = (divergence - tokens.outside, "amax") if how == "max" else (divergence, "sum")
+    values, reduction = (divergence - tokens.inf_where_invalid, "amax") if how == "max" else (divergence, "sum")
     reduced = tokens.over(unit, values, reduction)
     if how == "mean":
         reduced = reduced / tokens.over(unit, tokens.valid, "sum").clamp(min=1)

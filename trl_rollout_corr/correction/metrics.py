@@ -70,7 +70,7 @@ class Columns:
         self.dtype = accumulation_dtype(tokens.valid.device)
         self.lengths = tokens.lengths.to(self.dtype)  # (B, 1)
         self.rows = above(self.lengths, 0.0)  # (B, 1), 1 for rows with a token that counts
-        self.no_rows = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the other rows
+        self.inf_where_empty = self.rows.reciprocal() - 1.0  # (B, 1), infinity for the other rows
         self.divisors = self.lengths.clamp(min=1)
         self.sums: dict[str, torch.Tensor] = {}
         self.maxima: dict[str, torch.Tensor] = {}
@@ -83,9 +83,9 @@ class Columns:
         """Add up the columns of `x`, of shape `(B, len(names))`, each under its name."""
         self.sums |= zip(names, x.split(1, -1), strict=True)
 
-    def add_extremes(self, name: str, x: torch.Tensor, outside: torch.Tensor) -> None:
-        """Largest and (negated) smallest entry of `x` where `outside` is 0 and not infinity."""
-        high, low = x - outside, x + outside
+    def add_extremes(self, name: str, x: torch.Tensor, inf_elsewhere: torch.Tensor) -> None:
+        """Largest and (negated) smallest entry of `x` where `inf_elsewhere` is 0 and not infinity."""
+        high, low = x - inf_elsewhere, x + inf_elsewhere
         if x.shape[-1] > 1:
             high, low = high.amax(-1, keepdim=True), low.amin(-1, keepdim=True)
         self.maxima[f"{name}_max"], self.maxima[f"{name}_negated_min"] = high, -low
@@ -172,7 +172,7 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     # chi^2 of sequences = E[exp(2 sum d)] - 1, where gap = -mean d
     twice = (gap * c.lengths).mul_(-2.0)
     c.add("chi2_seq", torch.expm1(twice.clamp_(-2 * LOG_RATIO_BOUND, 2 * LOG_RATIO_BOUND)))
-    c.add_extremes("d", d, tokens.outside)
+    c.add_extremes("d", d, tokens.inf_where_invalid)
 
 
 def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> None:
@@ -239,8 +239,8 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
             part = tokens.part_of_turn()
             c.add("is/units", part)
             high, low, normed = high * part, low * part, bounded * part
-        if not bounding.grows:
-            c.add_extremes("is/weight", ratio if bounding.unit == "turn" else bounded, tokens.outside)
+        if not bounding.is_monotone:
+            c.add_extremes("is/weight", ratio if bounding.unit == "turn" else bounded, tokens.inf_where_invalid)
     else:  # a sequence counts once per token
         excess, low = (bounded.to(c.dtype) - 1.0) * c.rows, low * c.rows
         if bounding.drops:
@@ -248,7 +248,7 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
         c.add("is/sum", excess * c.lengths)
         c.add("is/squares", excess.square() * c.lengths)
         c.sums["is/units"] = c.rows
-        c.add_extremes("is/weight", ratio.to(c.dtype), c.no_rows)  # the ratio before bounding, as in verl
+        c.add_extremes("is/weight", ratio.to(c.dtype), c.inf_where_empty)  # the ratio before bounding, as in verl
     c.add("is/high", high)
     c.add("is/low", low)
     if bounding.normalized:
@@ -266,7 +266,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
     n = s["tokens"]
     # effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), from sums of w - 1 and (w - 1)^2
     total, squares = n + s["is/sum"], n + 2 * s["is/sum"] + s["is/squares"]
-    if bounding.grows:
+    if bounding.is_monotone:
         smallest, largest = (_weight(bounding, d) for d in (-maximum(s["d_negated_min"]), maximum(s["d_max"])))
     else:
         smallest, largest = -maximum(s["is/weight_negated_min"]), maximum(s["is/weight_max"])

@@ -81,7 +81,7 @@ class Bounding(NamedTuple):
         return self.lower is not None and not self.clamps
 
     @property
-    def grows(self) -> bool:
+    def is_monotone(self) -> bool:
         """`True` if the weight of a token never decreases as its log-ratio grows."""
         return self.level == "token" and not self.drops and not self.directed and not self.stale_only
 

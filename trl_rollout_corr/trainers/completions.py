@@ -71,7 +71,7 @@ def _whole_numbers(name: str, i: int, row: list[Any]) -> list[int]:
 # Log-probabilities ---------------------------------------------------------------------------------------------------
 
 
-def numbers(logps: Any) -> np.ndarray:
+def as_logps(logps: Any) -> np.ndarray:
     """
     Log-probabilities of tokens, `(T,)` in nats, float32: minus infinity where a server of vLLM wrote -9999, NaN for
     `None`.
@@ -82,10 +82,10 @@ def numbers(logps: Any) -> np.ndarray:
 
 def sampled_logps(name: str, logps: Any, sampled: np.ndarray, *, none: float = NOT_GIVEN) -> np.ndarray:
     """
-    Log-probabilities of tokens, `(T,)` in nats, as [`numbers`] reads them, but `none` for `None`. Raises a
+    Log-probabilities of tokens, `(T,)` in nats, as [`as_logps`] reads them, but `none` for `None`. Raises a
     `ValueError` where `sampled`, `(T,)`, is true and a value exceeds 0 by more than rounding.
     """
-    values = numbers(logps)
+    values = as_logps(logps)
     above = np.flatnonzero(sampled & (values > _ROUNDING))
     if len(above):
         raise ValueError(
@@ -139,7 +139,7 @@ def read_logprobs(
 # A user's function ---------------------------------------------------------------------------------------------------
 
 
-def checking(rollout_func: Callable[..., Any], warned: set[str]) -> Callable[..., Any]:
+def validated(rollout_func: Callable[..., Any], warned: set[str]) -> Callable[..., Any]:
     """
     A `rollout_func` whose result is checked before TRL takes it, except log-probabilities, which [`read_logprobs`]
     checks. `warned` collects the keys that a warning named.

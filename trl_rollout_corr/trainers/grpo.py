@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ..settings.config import RolloutCorrectionConfig
 from .batches import TAGS
-from .completions import checking, read_logprobs
+from .completions import read_logprobs, validated
 from .forward_pass import Generation
 from .keys import NOT_GIVEN, OLD_LOGPS, ROLLOUT_LOGPS
 from .mixin import RolloutCorrectionMixin
@@ -103,7 +103,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         warned = self.__dict__.setdefault("_named_masks", set())  # keys that a warning named
         requests = self._pushes.noting_requests() if self.use_vllm else nullcontext()
         # for this call only, because it is the user's
-        with patch.object(self, "rollout_func", checking(self.rollout_func, warned)), requests:
+        with patch.object(self, "rollout_func", validated(self.rollout_func, warned)), requests:
             return super()._generate(*args, **kwargs)
 
     def _read_generated(self, generated: tuple, generation: Generation) -> tuple:

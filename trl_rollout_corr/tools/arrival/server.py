@@ -15,7 +15,7 @@ import requests
 from packaging.version import Version
 
 from ...messages import notify
-from ...trainers.completions import numbers
+from ...trainers.completions import as_logps
 
 
 PATTERNS = "0.32"  # release of vLLM that reads `rank_pattern` and `alpha_pattern` of an adapter
@@ -63,7 +63,7 @@ def score_on_server(url: str, model: str, text: list[int], replica: int | None =
     response.raise_for_status()
     (choice,) = response.json()["choices"]
     places = zip(text[1:], choice["prompt_logprobs"][1:], strict=True)
-    logps: list[float] = numbers([place[str(token)]["logprob"] for token, place in places]).tolist()
+    logps: list[float] = as_logps([place[str(token)]["logprob"] for token, place in places]).tolist()
     return logps
 
 
