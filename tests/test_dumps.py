@@ -1028,8 +1028,8 @@ def test_the_script_makes_a_dump_of_batches_of_verl(shifted, tmp_path, monkeypat
             batch["token_level_scores"][i, n - 1] = row["reward"]
         torch.save(batch, tmp_path / "verl_batches" / f"{step}.pt")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["of_verl", "verl_batches", "dump"])
-    runpy.run_module("trl_rollout_corr.tools.dump.of_verl", run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["import_verl", "verl_batches", "dump"])
+    runpy.run_module("trl_rollout_corr.tools.dump.import_verl", run_name="__main__")
     made = read_dump(tmp_path / "dump").rows
     names = ("step", "prompt_ids", "token_ids", "mask", "reward")
     assert [{name: row[name] for name in names} for row in made] == [

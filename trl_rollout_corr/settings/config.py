@@ -11,9 +11,9 @@ from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
 from .names import instead_of
-from .of_trl import fields_of, given_to_trl
 from .presets import DEFAULT, UNSET, settings_of
 from .resolve import Settings, parse_fields, resolve
+from .trl_correction import fields_of, given_to_trl
 from .unlikely import warn_about_bounds
 from .words import settings_in_words
 

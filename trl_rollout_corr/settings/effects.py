@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from ..messages import uncapitalized
 from .criteria import Bounding, Criterion
-from .of_trl import DEFAULTS_OF_TRL, MODE, PREFIX_OF_TRL, SWITCH
 from .resolve import Settings
+from .trl_correction import DEFAULTS_OF_TRL, MODE, PREFIX_OF_TRL, SWITCH
 
 
 # Options of vLLM that leave only some tokens to draw from

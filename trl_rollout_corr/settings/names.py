@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from ..messages import nearest
-from .of_trl import DEFAULTS_OF_TRL
+from .trl_correction import DEFAULTS_OF_TRL
 
 
 _RATIO_CAP = "Write `rollout_is: token`, and the number as `rollout_is_threshold`."

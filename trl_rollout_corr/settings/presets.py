@@ -75,7 +75,7 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
     },
     # FlashREINFORCE, as in OpenRLHF 0.11.2, slime and miles: it rejects completions with a mean binary KL above 0.003.
     "bypass_flash_reinforce": {**_DPPO, "rollout_rs": ["seq_mean_binary_kl"], "rollout_rs_threshold": [0.003]},
-    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see `of_trl`.
+    # TRL's own correction, which TRL itself applies: the fields of the unchanged script decide, see `trl_correction`.
     "trl": _NO_IS,
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {

@@ -6,10 +6,10 @@ from typing import Any
 
 from ..messages import capitalized
 from .criteria import Criterion
-from .of_trl import given_to_trl
 from .presets import UNSET
 from .resolve import Settings
 from .thresholds import is_by_sign
+from .trl_correction import given_to_trl
 
 
 _UNITS = {"token": "token", "turn": "turn", "seq": "completion"}

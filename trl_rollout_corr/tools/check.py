@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from ..messages import SelfContainedError, SettingError, __version__, nearest
 from ..settings.names import instead_of
-from ..settings.of_trl import DEFAULTS_OF_TRL, MODE
 from ..settings.presets import DEFAULT
+from ..settings.trl_correction import DEFAULTS_OF_TRL, MODE
 from .formats import visible
 from .translation.dotted_settings import system_of
 from .translation.setting_files import lines_of, read_document, read_file, with_line

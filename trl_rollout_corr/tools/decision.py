@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from ..messages import uncapitalized
 from ..settings.config import RolloutCorrectionConfig
-from ..settings.of_trl import MODE
 from ..settings.presets import DEFAULT as AUTO
 from ..settings.resolve import Settings
+from ..settings.trl_correction import MODE
 from .bands import HEALTHY, NEGLIGIBLE
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..settings.of_trl import MODE
 from ..settings.resolve import Settings
+from ..settings.trl_correction import MODE
 
 
 def iterations_of(fields: Mapping[str, Any]) -> int:

@@ -17,8 +17,8 @@ from .. import door
 from ..messages import SettingError, warn, warn_idle
 from ..settings.effects import effects, truncations
 from ..settings.fields import LOSS_TYPES
-from ..settings.of_trl import PREFIX_OF_TRL
 from ..settings.resolve import Settings
+from ..settings.trl_correction import PREFIX_OF_TRL
 
 
 # vLLM samples greedily at 0, and raises lower temperatures to this one

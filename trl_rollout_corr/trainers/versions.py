@@ -11,8 +11,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..settings.of_trl import PREFIX_OF_TRL, SWITCH
 from ..settings.resolve import Settings
+from ..settings.trl_correction import PREFIX_OF_TRL, SWITCH
 
 
 # Tested minor releases of TRL, each with the newest vLLM for CPUs that TRL allows. The Makefile and the tests of

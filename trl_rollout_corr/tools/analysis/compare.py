@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from ...messages import warn
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.of_trl import given_to_trl
 from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
+from ...settings.trl_correction import given_to_trl
 from ..decision import Decision, as_document, in_words
-from ..diagnosis.of_dump import COLUMNS, decision_of
+from ..diagnosis.loading import COLUMNS, decision_of
 from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
 from ..formats import number, three_decimals, yaml_lines

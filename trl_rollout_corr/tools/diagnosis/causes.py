@@ -6,7 +6,7 @@ explains them.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import changes, drift, places, precision, sampling, scored_pushes, some_of_them, wrong_values
+from . import changes, drift, positions, precision, sampling, scored_pushes, subsets, wrong_values
 from .evidence import Evidence
 from .observed import DumpedTokens
 
@@ -116,14 +116,14 @@ CAUSES: dict[str, Cause] = {
     ),
     "first_token": Cause(
         "another first token: BOS twice or missing, or another chat template",
-        Test(places.first_token, 6.0, 30.0),
+        Test(positions.first_token, 6.0, 30.0),
         "Compare the first token ids of both prompts. Send ids, not text, to the sampler, and apply the chat template "
         "once. A correction is valid, but the completions answer another prompt.",
         of_some_tokens=True,
     ),
     "last_token": Cause(
         "another last token: EOS, a stop string, or a limit",
-        Test(places.last_token, 6.0, 30.0),
+        Test(positions.last_token, 6.0, 30.0),
         "The last token was forced, or the sampler stops at tokens that the trainer does not know. Give both the same "
         "`eos_token_id`, use no stop strings, or leave truncated completions out of the loss.",
         {"mask_truncated_completions": True},
@@ -134,7 +134,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "seams": Cause(
         "seams between turns: text that was tokenized again",
-        Test(places.seams, 6.0, 30.0),
+        Test(positions.seams, 6.0, 30.0),
         "Decoding and tokenizing again gave other tokens. Keep the sampled token ids, and append those of the tool's "
         "answer.",
         may_correct=True,
@@ -142,14 +142,14 @@ CAUSES: dict[str, Cause] = {
     ),
     "later_turns": Cause(
         "another context in the second and later turns",
-        Test(places.later_turns, 3.0, 6.0),
+        Test(positions.later_turns, 3.0, 6.0),
         "Text was rendered again between turns, which lost or added reasoning or special tokens. Keep the token ids "
         "of all turns, and append those of the tool's answer. A correction is valid, but the model learns in a "
         "context that it never meets.",
     ),
     "by_advantage": Cause(
         "completions or tokens whose advantage is of one sign, while the others of the same steps show less",
-        Test(some_of_them.by_advantage, 1.5, 2.5),
+        Test(subsets.by_advantage, 1.5, 2.5),
         "Look at what comes after the rewards: values that are computed again or stored in another type, edited "
         "completions, or other sources, such as demonstrations. `k3_kl` may stay flat while the reward falls: watch "
         "`kl_advantage_positive` and `kl_advantage_negative`.",
@@ -164,7 +164,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "some_completions": Cause(
         "some completions, while others of the same steps show no gap",
-        Test(some_of_them.some_completions, 3.0, 6.0),
+        Test(subsets.some_completions, 3.0, 6.0),
         "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. "
         "Log which replica wrote each completion, and compare the replicas on one request. A correction is valid "
         "if the weights differ, and hides a mistake if the log-probabilities are wrong.",
@@ -189,7 +189,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "some_prompts": Cause(
         "some prompts, and always the same",
-        Test(some_of_them.some_prompts, 0.4, 0.7),
+        Test(subsets.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, as both sides read them: length, special tokens, images, and the "
         "adapter that the request names. Leave them out until the cause is found. A correction is valid if the "
         "sampler reads them differently, and hides a mistake if the log-probabilities are wrong.",

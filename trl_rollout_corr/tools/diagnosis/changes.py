@@ -6,9 +6,9 @@ import numpy as np
 
 from .drift import stale
 from .evidence import POSSIBLE, Evidence, bounded, pearson, rms
-from .growth import ENOUGH, with_advantage
 from .observed import DumpedTokens
 from .scored_pushes import HALF, exists_at_equal_weights
+from .trends import ENOUGH, with_advantage
 
 
 _SIDES = 3  # fewest steps before and after a change

@@ -5,7 +5,7 @@ from pathlib import Path
 from ...messages import warn
 from ..logs.log_files import first_readable, merge, parts_of, split_source
 from . import trl_log
-from .of_dump import observe_dump, open_for_diagnosis
+from .loading import observe_dump, open_for_diagnosis
 from .ranking import diagnose
 from .text import write_json, write_text
 

@@ -4,7 +4,9 @@ import numpy as np
 
 from ..run_facts import iterations_of
 from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, rms, spearman
-from .growth import (
+from .observed import DumpedTokens
+from .scored_pushes import HALF, drifts_apart, falls_behind, scored_pushes, serves_adapters, with_equal_weights
+from .trends import (
     CHANCE,
     ENOUGH,
     GROWTH,
@@ -20,8 +22,6 @@ from .growth import (
     step_explains,
     with_advantage,
 )
-from .observed import DumpedTokens
-from .scored_pushes import HALF, drifts_apart, falls_behind, scored_pushes, serves_adapters, with_equal_weights
 
 
 _LIKELY = 0.85  # certainty of a cause that resembles a prompt that was trained on before

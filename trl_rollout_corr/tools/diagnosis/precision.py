@@ -9,8 +9,8 @@ import numpy as np
 
 from ..bands import ROUNDED
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
-from .growth import complete_at_once, first_step, growing
 from .observed import DumpedTokens
+from .trends import complete_at_once, first_step, growing
 
 
 # Smallest difference of the trainer from itself that counts as dropout, in nats: 1.5 times the value of a pretrained

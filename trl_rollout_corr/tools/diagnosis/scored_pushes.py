@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .evidence import POSSIBLE, Evidence, spearman
-from .growth import as_small_as_rounding, growing, keeps_growing, stands_still, step_explains
 from .observed import DumpedTokens, mean_k3
+from .trends import as_small_as_rounding, growing, keeps_growing, stands_still, step_explains
 
 
 NONE, HALF = 0.1, 0.5  # shares of the gap: a part below the first is none of it, above the second most of it

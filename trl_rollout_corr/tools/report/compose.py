@@ -8,9 +8,9 @@ import pandas as pd
 
 from ...messages import capitalized
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.of_trl import given_to_trl
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
+from ...settings.trl_correction import given_to_trl
 from ..analysis.run import Run
 from ..decision import in_words
 from ..diagnosis import trl_log

@@ -9,7 +9,7 @@ from ...messages import PREFIX, uncapitalized
 from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
 from ..diagnosis import Diagnosis, diagnose
-from ..diagnosis.of_dump import alarms_of_run, observe_dump
+from ..diagnosis.loading import alarms_of_run, observe_dump
 from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, suspicions
 from ..formats import number, steps
 from ..monitor.conditions import without_advantages

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...messages import SettingError, warn
 from ...settings.config import RolloutCorrectionConfig
-from ...settings.of_trl import PREFIX_OF_TRL
+from ...settings.trl_correction import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
 from .own_settings import preset_of, tell_effects

@@ -9,9 +9,9 @@ from typing import Any
 from ...messages import SelfContainedError, warn
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.effects import effects
-from ...settings.of_trl import DEFAULTS_OF_TRL, given_to_trl
 from ...settings.presets import DEFAULT, VERL_PRESETS
 from ...settings.resolve import FIELDS, Settings, parse_fields, resolve
+from ...settings.trl_correction import DEFAULTS_OF_TRL, given_to_trl
 from ..decision import decide, in_words
 from .setting_files import read_file, read_yaml
 from .trl import TRL_KEYS, from_trl

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...messages import SettingError, nearest
-from ...settings.of_trl import DEFAULTS_OF_TRL, SWITCH, fields_of
 from ...settings.thresholds import none_if_null, parse_truth
+from ...settings.trl_correction import DEFAULTS_OF_TRL, SWITCH, fields_of
 
 
 TRL_KEYS = tuple(DEFAULTS_OF_TRL)

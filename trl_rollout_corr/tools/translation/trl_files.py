@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from ...messages import SettingError, show, warn
-from ...settings.of_trl import PREFIX_OF_TRL
 from ...settings.resolve import FIELDS
+from ...settings.trl_correction import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import to_trl
 from .dotted_settings import ONLY_VERL, estimator_of, read_verl

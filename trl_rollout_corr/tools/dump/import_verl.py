@@ -1,5 +1,5 @@
 """
-Batches that a run of verl has saved, as a dump: `python -m trl_rollout_corr.tools.dump.of_verl verl_batches dump`.
+Batches that a run of verl has saved, as a dump: `python -m trl_rollout_corr.tools.dump.import_verl verl_batches dump`.
 `trl-rollout-corr docs verl#dumps-of-verl` says how to save them.
 """
 

@@ -3,11 +3,11 @@
 import numpy as np
 
 from .evidence import FLOOR, LARGE, MANY, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms
-from .growth import CHANCE
 from .location import Split, begun, completions, growth
 from .observed import DumpedTokens, mean_of_equal
-from .places import IN_LATER_TURNS
+from .positions import IN_LATER_TURNS
 from .scored_pushes import scored_pushes
+from .trends import CHANCE
 
 
 _ENOUGH = 8  # completions, or parts of them with one sign of the advantage, that are needed for a comparison
