@@ -141,7 +141,7 @@ def check(config, fields):
     """Assert that fields given beside a preset have their values, and all others those of the preset."""
     found, preset = config.settings, settings_of(fields["rollout_correction"])
     if found.by_trl:
-        preset |= config._of_trl()
+        preset |= config._trl_correction_fields()
     if fields.get("rollout_rs", preset["rollout_rs"]) != preset["rollout_rs"]:
         preset["rollout_rs_threshold"] = None  # of other criteria
     for name, value in {**preset, **fields}.items():

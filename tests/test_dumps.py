@@ -870,7 +870,7 @@ def test_rows_cost_one_copy_of_a_batch_and_one_text_of_a_token(monkeypatch):
     assert len(copies) == 2
     decoded = []
     decoder = Decoder(lambda ids: decoded.append(ids) or str(ids))
-    assert [*decoder.of_each([3, 1, 3]), *decoder.of_each([1])] == ["[3]", "[1]", "[3]", "[1]"]
+    assert [*decoder.decode_each([3, 1, 3]), *decoder.decode_each([1])] == ["[3]", "[1]", "[3]", "[1]"]
     assert len(decoded) == 2
 
 

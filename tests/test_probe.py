@@ -379,14 +379,14 @@ def test_prompts_that_the_model_cannot_take_are_named_with_the_option(short_mode
 
 @pytest.mark.vllm
 def test_a_model_with_a_short_context_can_be_probed(short_model, tmp_path):
-    from trl_rollout_corr.tools.probe.process import build, of_sampler
+    from trl_rollout_corr.tools.probe.process import build, score_with_sampler
 
     fields = {"prompts": prompts_of(tmp_path, "#+#\n"), "completions": 4}
     options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--rollout_engine_kwargs", '{"dtype": "float32"}']
     probe = build(request(short_model, tmp_path, *options, **fields))
     assert probe.trainer.args.vllm_max_model_length == 64
     batches = probe.sample()
-    logps, _ = of_sampler(probe.trainer.vllm_generation.llm, batches, 1.0)
+    logps, _ = score_with_sampler(probe.trainer.vllm_generation.llm, batches, 1.0)
     assert len(logps) == sum(int(batch["completion_mask"].sum()) for batch in batches)
 
 

@@ -53,7 +53,7 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin
 
     _checks_of_trainer = CHECKS
 
-    def _of_trl(self) -> dict[str, Any]:
+    def _trl_correction_fields(self) -> dict[str, Any]:
         # TRL clips around the sampler, without a further bound
         return {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None}
 

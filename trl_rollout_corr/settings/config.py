@@ -154,7 +154,7 @@ class RolloutCorrectionConfig:
     @property
     def settings(self) -> Settings:
         """Settings in effect, from the fields' present values. A `ValueError` if one is refused."""
-        return resolve(self._parsed, self._default_preset, self._of_trl)
+        return resolve(self._parsed, self._default_preset, self._trl_correction_fields)
 
     @property
     def _default_preset(self) -> str:
@@ -162,7 +162,7 @@ class RolloutCorrectionConfig:
         chosen = given_to_trl(vars(self)) and not self.rollout_metrics_only
         return "trl" if chosen else DEFAULT
 
-    def _of_trl(self) -> dict[str, Any]:
+    def _trl_correction_fields(self) -> dict[str, Any]:
         """TRL's own correction as fields, for `rollout_correction: trl`."""
         return fields_of(given_to_trl(vars(self)))
 

@@ -67,14 +67,14 @@ def effects(settings: Settings, fields: Mapping[str, Any]) -> list[Effect]:
     Returns:
         `list[Effect]`: one for each thing that the user should know before the run.
     """
-    parts = (_of_trl(settings, fields), _distorted(settings, fields), _of_length(settings, fields))
+    parts = (_idle_trl_fields(settings, fields), _distorted(settings, fields), _length_effects(settings, fields))
     return [effect for part in parts for effect in part]
 
 
 # TRL's own correction ------------------------------------------------------------------------------------------------
 
 
-def _of_trl(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
+def _idle_trl_fields(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
     """Fields of TRL's own correction that have no effect."""
     given = {
         name: x for name, x in fields.items() if name.startswith(PREFIX_OF_TRL) and x != DEFAULTS_OF_TRL.get(name, ...)
@@ -165,7 +165,7 @@ def _distorted(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect
 # The length of completions -------------------------------------------------------------------------------------------
 
 
-def _of_length(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
+def _length_effects(settings: Settings, fields: Mapping[str, Any]) -> Iterator[Effect]:
     """What the longest completions lose to weights and bounds of whole completions."""
     length = fields.get("max_completion_length")
     if (

@@ -47,7 +47,7 @@ class GradientCheck:
         rows, columns = (torch.arange(n, device=gradient.device) for n in gradient.shape)
         place = rows[:, None] + (columns if per_token else 0)
         signs = (1.0 - 2.0 * (place % 2)).to(gradient.dtype)
-        once, signed = self._of_factor(gradient), self._of_factor(gradient * signs)
+        once, signed = self._derivative_by_factor(gradient), self._derivative_by_factor(gradient * signs)
         if once is None or signed is None:
             return True
         parts = torch.stack([gradient.detach(), once, signed * signs])
@@ -71,7 +71,7 @@ class GradientCheck:
         logps, factor = torch.autograd.grad(loss, [self.logps, self.factor], create_graph=True, allow_unused=True)
         return logps, factor
 
-    def _of_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _derivative_by_factor(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Derivative of a gradient by the factor, `(B, T)`; `None` without a second derivative."""
         try:
             return torch.autograd.grad(gradient.sum(), self.factor, retain_graph=True, allow_unused=True)[0]

@@ -28,7 +28,7 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin, RLO
 
     _checks_of_trainer = CHECKS_OF_RLOO
 
-    def _of_trl(self) -> dict[str, Any]:
+    def _trl_correction_fields(self) -> dict[str, Any]:
         return {}  # TRL does not correct RLOO
 
     def __post_init__(self) -> None:

@@ -78,11 +78,13 @@ def batch_of(sequences: Sequences, rows: np.ndarray) -> Batch:
     if not of_loss.any():
         raise ValueError("the dump holds no token of the loss")
     lengths = sequences.sums(of_loss).astype(int)
-    blocks = [_block(sequences, of_loss, lengths, chosen) for chosen in _of_like_length(lengths, np.flatnonzero(rows))]
+    blocks = [
+        _block(sequences, of_loss, lengths, chosen) for chosen in _groups_by_length(lengths, np.flatnonzero(rows))
+    ]
     return Batch(np.unique(sequences.step[rows]).tolist(), blocks)
 
 
-def _of_like_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+def _groups_by_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
     """Rows in groups of similar length: at most twice the tokens of another row, or all short."""
     order = rows[np.argsort(lengths[rows], kind="stable")]
     groups, start = [], 0

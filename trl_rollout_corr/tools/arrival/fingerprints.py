@@ -30,10 +30,10 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
     """
     matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1)
     bits = matrix.view(_AS_BITS[x.dtype])
-    return _of_bits(bits)
+    return _fingerprint_bits(bits)
 
 
-def _of_bits(bits: torch.Tensor) -> torch.Tensor:
+def _fingerprint_bits(bits: torch.Tensor) -> torch.Tensor:
     """Fingerprints, `(...,)`, of some matrices, `(..., R, C)`."""
     rows, columns = (_hash(bits.sum(dim, dtype=torch.int64)) for dim in (-1, -2))
     return rows.sum(-1) + 3 * columns.sum(-1)
@@ -222,7 +222,7 @@ def _values(in_vllm: dict[str, str | None], columns: dict[str, torch.Tensor]) ->
             continue
         if key not in of_experts:
             bits = in_one_form(some).view(READABLE[some.dtype])
-            of_experts[key] = _of_bits(bits), some.isfinite().flatten(1).all(1)
+            of_experts[key] = _fingerprint_bits(bits), some.isfinite().flatten(1).all(1)
         each, finite = of_experts[key]
         if number < len(each):
             found[name] = each[number], finite[number]

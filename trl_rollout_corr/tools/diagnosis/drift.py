@@ -39,7 +39,7 @@ def stale(tokens: DumpedTokens) -> Evidence | None:
     ):
         return None
     if len(ages) < 2:
-        return _of_one_age(tokens, float(ages.sum()))
+        return _stale_at_one_age(tokens, float(ages.sum()))
     if serves_adapters(tokens) and step_explains(tokens):
         return None  # ages mean nothing if all samples come from the base model
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
@@ -52,7 +52,7 @@ def stale(tokens: DumpedTokens) -> Evidence | None:
     return evidence and evidence._replace(numbers=numbers, most=POSSIBLE if doubtful else evidence.most)
 
 
-def _of_one_age(tokens: DumpedTokens, age: float) -> Evidence | None:
+def _stale_at_one_age(tokens: DumpedTokens, age: float) -> Evidence | None:
     """
     Test for stale samples of one age, known or not: the trainer moved toward rewarded completions since. The gap is
     near 0 in the first step and, unlike with weights that are never pushed, does not grow for ever.
@@ -142,7 +142,7 @@ def prefix_cache(tokens: DumpedTokens) -> Evidence | None:
     fresh. Then keys and values of old weights are read again. A colocated vLLM that was seen to read its cache after a
     push is a proof, if the first step shows no gap.
     """
-    evidence, noted = _of_prompts_seen_before(tokens), tokens.about.get("old_prefixes", "")
+    evidence, noted = _compare_seen_prompts(tokens), tokens.about.get("old_prefixes", "")
     if not noted or complete_at_once(tokens) or as_small_as_rounding(tokens):
         return evidence
     if evidence is None or not evidence.statistic:
@@ -152,7 +152,7 @@ def prefix_cache(tokens: DumpedTokens) -> Evidence | None:
     return evidence._replace(statistic=max(evidence.statistic, _PROOF), words=words, most=0.99)
 
 
-def _of_prompts_seen_before(tokens: DumpedTokens) -> Evidence | None:
+def _compare_seen_prompts(tokens: DumpedTokens) -> Evidence | None:
     """Compare completions of prompts that came in an earlier step with those of new ones."""
     seen = _seen_before(tokens)
     later = (tokens.step > tokens.step.min()) & (tokens.lengths > 0)
@@ -161,7 +161,7 @@ def _of_prompts_seen_before(tokens: DumpedTokens) -> Evidence | None:
         return None
     level = np.abs(tokens.d) / np.maximum(tokens.usual, FLOOR)
     again, new = (tokens.core & (later & x)[tokens.row] for x in (seen, ~seen))
-    size = tokens.of_rows(level * tokens.core)
+    size = tokens.row_means(level * tokens.core)
     chance = at_equal(tokens.step[later], seen[later].astype(float), size[later])
     share = bounded(float(np.square(tokens.d[seen[tokens.row]]).sum()) / max(tokens.total, 1e-300))
     ratio = mean(level[again]) / max(mean(level[new]), FLOOR)

@@ -71,7 +71,7 @@ class LogFacts:
     rates: Sequence[tuple[int, float]] = ()
 
     @property
-    def of_a_part(self) -> "LogFacts":
+    def for_part(self) -> "LogFacts":
         """The same for a part of the tokens, without what was measured on all of them."""
         return LogFacts(movement=self.movement, quiet=self.quiet, rates=self.rates)
 
@@ -132,7 +132,7 @@ class DumpedTokens:
         the dump. What was measured on all of them, the scores after pushes and the entropy, is left out.
         """
         part = self._sequences.only(rows, None if tokens is None else self._place[tokens])
-        return DumpedTokens(part, self.settings, self.fields, self.about, self.log.of_a_part)
+        return DumpedTokens(part, self.settings, self.fields, self.about, self.log.for_part)
 
     @property
     def quantised(self) -> bool:
@@ -194,7 +194,7 @@ class DumpedTokens:
     @cached_property
     def level_of_rows(self) -> np.ndarray:
         """Mean level of the core of each sequence, `(B,)`, without signs; NaN without tokens."""
-        return self.of_rows(np.abs(self.level) * self.core)
+        return self.row_means(np.abs(self.level) * self.core)
 
     @cached_property
     def parts(self) -> Parts:
@@ -264,7 +264,7 @@ class DumpedTokens:
         if rows.sum() < 2:
             return None
         lengths, entropy = self.lengths[rows], entropy[rows]
-        surprise = -self.of_rows(self.train)[rows]
+        surprise = -self.row_means(self.train)[rows]
         means = [float(np.average(x, weights=lengths)) for x in (surprise, entropy)]
         apart = (surprise - entropy - means[0] + means[1]) * lengths / lengths.mean()
         return means[0], means[1], float(apart.std(ddof=1)) / len(apart) ** 0.5
@@ -293,7 +293,7 @@ class DumpedTokens:
         before = "".join(self._sequences.text(row, k) for k in range(max(place - 8, 0), place))
         return f", {self._sequences.text(row, place)!r} after {before!r}"
 
-    def of_rows(self, values: np.ndarray) -> np.ndarray:
+    def row_means(self, values: np.ndarray) -> np.ndarray:
         """Means over the tokens of each sequence, `(B,)`; NaN without tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.bincount(self.row, weights=values, minlength=len(self.lengths)) / self.lengths

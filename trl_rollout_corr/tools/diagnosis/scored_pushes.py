@@ -207,7 +207,7 @@ def drifts_apart(tokens: DumpedTokens) -> Evidence | None:
 
 def _sampler_moves(tokens: DumpedTokens) -> bool:
     """True if the sampler's own log-probabilities rise or fall with the step, which means that it gets weights."""
-    own = tokens.of_rows(tokens.rollout)
+    own = tokens.row_means(tokens.rollout)
     finite = np.isfinite(own)
     return bool(abs(spearman(tokens.step[finite].astype(float), own[finite])) * finite.sum() ** 0.5 > _MOVED)
 

@@ -26,7 +26,7 @@ def some_prompts(tokens: DumpedTokens) -> Evidence | None:
     compared, because the completions of a prompt in one step share their age.
     """
     # large values are capped, so that a few tokens, for example with other experts, cannot decide about a completion
-    level = tokens.of_rows(np.minimum(np.abs(tokens.level), _CUT) * tokens.core)
+    level = tokens.row_means(np.minimum(np.abs(tokens.level), _CUT) * tokens.core)
     known = np.isfinite(level) & (tokens.prompt >= 0)
     if known.sum() < _ENOUGH:
         return None
@@ -61,7 +61,7 @@ _BEGUN = 0.8  # share of the deviating completions that deviate from their begin
 def some_completions(tokens: DumpedTokens) -> Evidence | None:
     """Test whether some completions show the gap, and others of the same step and age do not."""
     split = completions(tokens)
-    if split is None or _of_turns_or_padding(tokens, split):
+    if split is None or _is_due_to_turns_or_padding(tokens, split):
         return _some_scored_again(tokens)
     rest = ~split.tokens
     grows = growth(tokens, split)
@@ -86,7 +86,7 @@ _CLEAN = 10.0  # how much smaller the gap of unaffected tokens is
 _PADDED = 0.9  # padding explains the gap if it is larger in the deviating completion in this share of pairs
 
 
-def _of_turns_or_padding(tokens: DumpedTokens, split: Split) -> bool:
+def _is_due_to_turns_or_padding(tokens: DumpedTokens, split: Split) -> bool:
     """True if only completions with later turns deviate, and not in their first turns, or only padded ones."""
     first, several = tokens.core & (tokens.turn_place == 0), np.unique(tokens.row[tokens.turn_place > 0])
     off = split.tokens & first

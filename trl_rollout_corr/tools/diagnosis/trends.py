@@ -21,7 +21,7 @@ def growing(tokens: DumpedTokens, x: np.ndarray, sentence: str) -> Evidence | No
     Test whether the mean square of `d` grows with `x` (shape `(B,)`), an age, a step or a number of tokens of padding.
     """
     here = tokens.core
-    squares = tokens.of_rows(np.square(tokens.d) * here)  # sequences hardly differ in tokens outside the core
+    squares = tokens.row_means(np.square(tokens.d) * here)  # sequences hardly differ in tokens outside the core
     typical = tokens.level_of_rows
     finite = np.isfinite(x) & np.isfinite(squares)
     values, squares, lengths = x[finite], squares[finite], tokens.lengths[finite]

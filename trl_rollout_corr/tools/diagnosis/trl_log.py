@@ -169,11 +169,11 @@ _DIPS = Suspicion(
 
 def suspicions(course: RatioCourse) -> list[Suspicion]:
     """Possible reasons for the ratios of a log, the strongest suspicion first; empty for ratios near 1."""
-    of_numbers = _of_numbers(course) if course.n else None
+    of_numbers = _reason_for_numbers(course) if course.n else None
     return [found for found in (_LOST if course.lost else None, of_numbers) if found is not None]
 
 
-def _of_numbers(course: RatioCourse) -> Suspicion | None:
+def _reason_for_numbers(course: RatioCourse) -> Suspicion | None:
     """A possible reason for the ratios that are numbers."""
     if course.fell:
         if course.sudden:

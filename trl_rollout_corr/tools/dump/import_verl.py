@@ -39,14 +39,14 @@ def tensors_of(verl: Mapping[str, torch.Tensor]) -> Tensors:
         "coefficients": loss.float(),
         "reward": verl["token_level_scores"].sum(1),
         "advantage": (verl["advantages"] * loss).sum(1) / loss.sum(1).clamp(min=1),
-        "advantages": _of_tokens(verl["advantages"], loss),
+        "advantages": _token_advantages(verl["advantages"], loss),
         "weights": None,
         "staleness": None,
         "again_logps": None,
     }
 
 
-def _of_tokens(advantages: torch.Tensor, loss: torch.Tensor) -> torch.Tensor | None:
+def _token_advantages(advantages: torch.Tensor, loss: torch.Tensor) -> torch.Tensor | None:
     """The advantages, `(B, T)`; `None` if all tokens of a completion have the same one, as in GRPO."""
     lowest = advantages.masked_fill(~loss, torch.inf).amin(1)
     largest = advantages.masked_fill(~loss, -torch.inf).amax(1)

@@ -243,7 +243,7 @@ def _read_rows(
     schema = batches[0].schema if batches else pa.schema([SCHEMA.field(name) for name in names])
     table = pa.Table.from_batches(batches, schema).replace_schema_metadata()
     for name in [name for name in names if name not in table.column_names]:
-        table = table.append_column(name, _of_later_version(table, name))
+        table = table.append_column(name, _missing_column(table, name))
     table = _checked(file.path, table.select(names))
     if chosen is not None and sampled is not None:
         place = table.schema.get_field_index("sampled")
@@ -251,7 +251,7 @@ def _read_rows(
     return table
 
 
-def _of_later_version(table: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
+def _missing_column(table: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
     """A column that a file of an earlier version lacks: null, but for the lag of what version 8 calls fresh."""
     unknown = pa.nulls(len(table), SCHEMA.field(name).type)
     if name != "lag" or _FRESH not in table.column_names:

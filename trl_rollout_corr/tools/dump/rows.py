@@ -49,7 +49,7 @@ class Decoder:
         self.text = decode
         self._of_token: dict[int, str] = {}
 
-    def of_each(self, ids: Sequence[int]) -> list[str]:
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
         """Text of each of the tokens alone."""
         for token in {*ids} - self._of_token.keys():
             self._of_token[token] = self.text([token])
@@ -82,7 +82,7 @@ def make_row(
         "worst": worst,
         "prompt": decoder.text(prompt_ids),
         "completion": decoder.text(token_ids),
-        "tokens": decoder.of_each(token_ids),
+        "tokens": decoder.decode_each(token_ids),
         "token_ids": token_ids,
         "prompt_ids": prompt_ids,
         # given for packed rows; the other rows are as wide as the batch

@@ -113,7 +113,7 @@ def from_csv(path: Path) -> Runs:
             for row in reader
         ]
     charts = [name for name in names if " - " in name]
-    return _of_chart(rows, charts) if charts and len(charts) >= len(names) - 2 else by_run(rows)
+    return _read_chart(rows, charts) if charts and len(charts) >= len(names) - 2 else by_run(rows)
 
 
 def _cell(text: str) -> Any:
@@ -123,7 +123,7 @@ def _cell(text: str) -> Any:
         return text
 
 
-def _of_chart(rows: Rows, columns: Sequence[str]) -> Runs:
+def _read_chart(rows: Rows, columns: Sequence[str]) -> Runs:
     """Histories of a chart that W&B exports, by run. Each column is named `run - metric`."""
     runs: Runs = {}
     for column in columns:

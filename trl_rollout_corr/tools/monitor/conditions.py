@@ -109,7 +109,7 @@ def draws(window: Window) -> float | None:
     How much `surprise` differs from the entropy for good, as a share of it; 0 where noise or the gap explains it.
     `None` if the entropy is unknown, or beside a large gap.
     """
-    entropy, gap = window.of_trl("entropy"), window.get("k3_kl")
+    entropy, gap = window.trl_metric("entropy"), window.get("k3_kl")
     if window.beyond_entropy is None or entropy is None or gap is None or gap > _CLOSE:
         return None
     return window.course.lasting_surprise / max(entropy, _SHARP)

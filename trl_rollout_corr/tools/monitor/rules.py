@@ -57,7 +57,7 @@ RULES = [
         why="In bypass mode the clip range is around the sampler, so that the gap alone can use it up.",
         advice="Widen `epsilon` and `epsilon_high` until only a few are clipped in the first steps.",
         applies=lambda window: window.clips_at_once,
-        measure=lambda window: window.of_trl("clip_ratio/region_mean"),
+        measure=lambda window: window.trl_metric("clip_ratio/region_mean"),
     ),
     _rule(
         "nonfinite",
@@ -243,7 +243,7 @@ RULES = [
             "seen": "The mean importance weight of completions{length} is {value}, below {limit:g}.",
             "why": "{fell}",
             "advice": "{correct}",
-            "applies": lambda window: window.of_completions,
+            "applies": lambda window: window.weighs_completions,
         },
         {
             "name": "weight_mean_low",

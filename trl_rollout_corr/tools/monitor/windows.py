@@ -293,9 +293,9 @@ class Window:
     @property
     def cut(self) -> float | None:
         """The share of truncated completions that TRL logged last; `None` if unknown."""
-        return self.of_trl("completions/clipped_ratio")
+        return self.trl_metric("completions/clipped_ratio")
 
-    def of_trl(self, key: str) -> float | None:
+    def trl_metric(self, key: str) -> float | None:
         """A metric of TRL; `None` if missing or no finite number."""
         return value_of(self.metrics, key)
 
@@ -305,7 +305,7 @@ class Window:
         `surprise` minus the entropy that TRL logs, in nats per token, as far as the gap does not explain it; `None` if
         one is unknown, or with `rollout_support`, where the probabilities are of the kept tokens.
         """
-        surprise, entropy, k3 = self.get("surprise"), self.of_trl("entropy"), self.get("k3_kl")
+        surprise, entropy, k3 = self.get("surprise"), self.trl_metric("entropy"), self.get("k3_kl")
         replays = self.settings is not None and self.settings.rollout_support is not None
         if surprise is None or entropy is None or k3 is None or replays:
             return None
@@ -322,7 +322,7 @@ class Window:
         return self.settings is not None and (self.settings.clips_around_sampler or self.clips_by_trl)
 
     @property
-    def of_completions(self) -> bool:
+    def weighs_completions(self) -> bool:
         """True if each completion gets one weight, the product of the ratios of its tokens."""
         return self.settings is not None and self.settings.rollout_is == "sequence" and self.weights_act
 

@@ -105,15 +105,15 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
     costs: Costs = {}
     scored = {Side.SAMPLED: [batch[ROLLOUT_LOGPS] for batch in batches]}
     if scoring:
-        of_trainer, costs["trainer"] = by_trainer(probe, batches, first=first)
+        of_trainer, costs["trainer"] = score_with_trainer(probe, batches, first=first)
         scored |= of_trainer
-    logps = {side: of_tokens(batches, found) for side, found in scored.items()}
+    logps = {side: flatten_tokens(batches, found) for side, found in scored.items()}
     llm, temperature = probe.trainer.vllm_generation.llm, probe.trainer.args.temperature
     if first:
         torch.save(batches, output / "tokens.pt")
-        logps[Side.PUSHED], _ = of_sampler(llm, batches, temperature)
+        logps[Side.PUSHED], _ = score_with_sampler(llm, batches, temperature)
         load_files(llm)
-    logps[Side.SAMPLER], costs["sampler"] = of_sampler(llm, batches, temperature)
+    logps[Side.SAMPLER], costs["sampler"] = score_with_sampler(llm, batches, temperature)
     costs["weights"] = bytes_of_weights(probe.trainer.model, llm)
     observed = probe.observe(batches, scored[Side.AS_IT_IS], scored[Side.ALONE]) if first else None
     facts: ProcessFacts = {
@@ -128,7 +128,9 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
     return Scored(logps, facts)
 
 
-def by_trainer(probe: Probe, batches: list[TrlBatch], *, first: bool) -> tuple[dict[Side, list[torch.Tensor]], float]:
+def score_with_trainer(
+    probe: Probe, batches: list[TrlBatch], *, first: bool
+) -> tuple[dict[Side, list[torch.Tensor]], float]:
     """
     Log-probabilities of the trainer, `(B, T)` per batch, and seconds to score once. Only the `first` process scores in
     every way.
@@ -148,7 +150,7 @@ def by_trainer(probe: Probe, batches: list[TrlBatch], *, first: bool) -> tuple[d
     return scored, seconds
 
 
-def of_tokens(batches: list[TrlBatch], values: list[torch.Tensor]) -> np.ndarray:
+def flatten_tokens(batches: list[TrlBatch], values: list[torch.Tensor]) -> np.ndarray:
     """Values of the tokens of all completions, `(N,)`, from one tensor, `(B, T)`, per batch."""
     masks = [batch["completion_mask"].bool() for batch in batches]
     tokens = [x[mask].float() for x, mask in zip(values, masks, strict=True)]
@@ -170,7 +172,7 @@ def bytes_of_weights(model: Any, llm: Any) -> int:
     return int(of_vllm + sum(x.nbytes for x in model.parameters()))
 
 
-def of_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> tuple[np.ndarray, float]:
+def score_with_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> tuple[np.ndarray, float]:
     """Log-probabilities, `(N,)`, of tokens that the engine reads as prompt, and the seconds to continue."""
     from vllm import SamplingParams
 

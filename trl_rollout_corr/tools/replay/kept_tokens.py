@@ -171,7 +171,7 @@ def _sets_of(ids: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor) -> tu
     # where only some tokens of a completion are given, there are more ids than the sizes say
     used = torch.arange(ids.shape[1], device=tokens.device) < sizes.sum(1, keepdim=True)
     sizes, ids = sizes.flatten().long(), ids[used]
-    of_token = _of_token(sizes)
+    of_token = _token_indices(sizes)
     sampled = ids == tokens.flatten()[of_token]
     has_set = torch.zeros_like(sizes, dtype=torch.bool)
     has_set[of_token[sampled]] = True
@@ -179,7 +179,7 @@ def _sets_of(ids: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor) -> tu
     return has_set.view_as(tokens), Sets(ids[used], sizes[has_set], sampled[used].nonzero()[:, 0])
 
 
-def _of_token(sizes: torch.Tensor) -> torch.Tensor:
+def _token_indices(sizes: torch.Tensor) -> torch.Tensor:
     """Index of the token that each kept token belongs to, `(P,)`."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
@@ -226,7 +226,9 @@ class _KeptLogps(torch.autograd.Function):
                 set_logits = (set_logits / temperature).masked_fill(~inside, -math.inf)
                 normalizer[part] = set_logits.logsumexp(1)
                 logits[places[inside]] = set_logits[inside]
-        ctx.save_for_backward(states, weight, bias, ids, sizes, own, (logits - normalizer[_of_token(sizes)]).exp())
+        ctx.save_for_backward(
+            states, weight, bias, ids, sizes, own, (logits - normalizer[_token_indices(sizes)]).exp()
+        )
         ctx.temperature = temperature
         # log p(token) = logit(token) - log sum_{k in S} exp(logit(k))
         return logits[own] - normalizer
@@ -235,7 +237,7 @@ class _KeptLogps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, ids, sizes, own, probabilities = ctx.saved_tensors
-        of_token = _of_token(sizes)
+        of_token = _token_indices(sizes)
         by_logit = -probabilities
         by_logit[own] += 1
         by_logit *= slopes.float()[of_token] / ctx.temperature

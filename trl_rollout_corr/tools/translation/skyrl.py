@@ -145,7 +145,7 @@ def _weights(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
     """Bounds on the ratio by criterion, in SkyRL's order."""
-    criteria = _of_outliers(section) | _of_tokens(section) | _of_completions(section)
+    criteria = _outlier_criteria(section) | _token_criteria(section) | _sequence_criteria(section)
     one_ratio = section.get("sequence_mask_metric") or section.get("tis_ratio_type") == "sequence"
     if "token_k1" in criteria and one_ratio:
         warn(
@@ -156,13 +156,13 @@ def _rejection(section: Mapping[str, Any]) -> dict[str, list[float]]:
     return criteria
 
 
-def _of_outliers(section: Mapping[str, Any]) -> dict[str, list[float]]:
+def _outlier_criteria(section: Mapping[str, Any]) -> dict[str, list[float]]:
     name = "outlier_token_is_threshold"
     pair = [section.get(f"{name}_{side}") for side in _SIDES]
     return {} if pair == [None, None] else {"seq_max_k1": _bounds(pair, name)}
 
 
-def _of_tokens(section: Mapping[str, Any]) -> dict[str, list[float]]:
+def _token_criteria(section: Mapping[str, Any]) -> dict[str, list[float]]:
     """Bounds on the ratio of a token, or distances of the ratio from 1; one bound alone has no effect."""
     bounds, distances = ([section.get(f"{name}_{side}") for side in _SIDES] for name in _OF_TOKENS)
     for name, pair in zip(_OF_TOKENS, (bounds, distances), strict=True):
@@ -178,7 +178,7 @@ def _of_tokens(section: Mapping[str, Any]) -> dict[str, list[float]]:
     return {"token_k1": [max(1 - low, 0.0), 1 + high]}
 
 
-def _of_completions(section: Mapping[str, Any]) -> dict[str, list[float]]:
+def _sequence_criteria(section: Mapping[str, Any]) -> dict[str, list[float]]:
     """Bounds on the ratio of a completion, by its metric. Bounds of another metric have no effect."""
     metric = section.get("sequence_mask_metric")
     if metric is not None and metric not in [*_METRICS]:
