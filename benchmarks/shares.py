@@ -140,7 +140,7 @@ def arguments(faults: frozenset[str]) -> dict[str, object]:
     return kwargs | {name: x for fault in faults & BITS.keys() for name, x in BITS[fault].items()}
 
 
-def of_engines(request: dict[str, object], folder: Path, sizes: dict[str, float]):
+def engine_faults(request: dict[str, object], folder: Path, sizes: dict[str, float]):
     """Yields faults of the engine, the whole gap and the part of each. Adds the size of the quantisation to `sizes`."""
     first = in_process("sampling", request, folder / "first")
     tokens = folder / "first" / "tokens.pt"
@@ -220,7 +220,7 @@ def main():
 
     given = {"options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo", "settings": {}}
     request = {**given, "model": args.model, "completions": args.completions, "length": args.length}
-    for faults, whole, parts in of_engines(request, args.output, sizes):
+    for faults, whole, parts in engine_faults(request, args.output, sizes):
         judge(faults, whole, parts)
     probe = build({**request, "output": str(args.output)})
     go = partial(measured, probe, args.output)

@@ -264,14 +264,14 @@ JUDGED = (
 
 
 def judged_presets(table: str) -> str:
-    return completed(table, _of_preset, JUDGED)
+    return completed(table, _preset_cells, JUDGED)
 
 
 def other_presets(table: str) -> str:
-    return completed(table, _of_preset, [name for name in PRESETS if name not in JUDGED])
+    return completed(table, _preset_cells, [name for name in PRESETS if name not in JUDGED])
 
 
-def _of_preset(name: str) -> dict[str, str]:
+def _preset_cells(name: str) -> dict[str, str]:
     settings = RolloutCorrectionConfig(rollout_correction=name).settings
     rejection = ", ".join(map(_rule, settings.criteria, settings.rollout_rs_threshold or []))
     bound = settings.rollout_is_threshold

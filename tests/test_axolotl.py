@@ -119,18 +119,18 @@ def test_a_missing_log_probability_stays_missing(
     """Axolotl replaces TRL's `extract_logprobs` by one that reads NaN as 0.0, which is a probability of 1."""
     of_trl = vllm_generation.extract_logprobs
 
-    def of_axolotl(requests):
+    def axolotl_logprobs(requests):
         logprobs, token_ids = of_trl(requests)
         return [[[0.0 if x is None else x for x in row] for row in rows] for rows in logprobs], token_ids
 
-    monkeypatch.setattr(vllm_generation, "extract_logprobs", of_axolotl)
+    monkeypatch.setattr(vllm_generation, "extract_logprobs", axolotl_logprobs)
     cfg = {**recipe(), "rollout_correction": correction, "rollout_monitor": "none"}
     trainer = build(cfg, tiny_model_path, tmp_path, **VLLM)
     freeze_sampler(trainer, math.nan)
     steps = losses(trainer)
     assert logged(trainer, "nonfinite_fraction") == [1.0, 1.0]
     assert (
-        vllm_generation.extract_logprobs is of_axolotl
+        vllm_generation.extract_logprobs is axolotl_logprobs
     )  # what Axolotl set is replaced while our trainer samples only
     if correction == "auto":  # TRL takes a weight of 1 where none is known
         assert steps == [(0.0, 0.0)] * 2

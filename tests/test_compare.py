@@ -212,7 +212,7 @@ OF_TRAINER = {  # fields of TRL, by trainer
 }
 
 
-def of_age(folder, age, trainer):
+def with_ages(folder, age, trainer):
     """The dump of a run in which the completions of each step have an age."""
     for step, path in enumerate(dump.files_of(folder), 1):
         table, before, about, _ = read_table(path)
@@ -227,7 +227,7 @@ def of_age(folder, age, trainer):
 @pytest.mark.parametrize("trainer", OF_TRAINER)
 def test_the_row_of_trl_is_for_a_trainer_that_trl_corrects(tmp_path, trainer):
     """TRL corrects nothing in RLOO, and its asynchronous loss clips around the sampler."""
-    rows = {it["name"] for it in document(of_age(make_dump(tmp_path, rows=8), lambda step: 0, trainer))["settings"]}
+    rows = {it["name"] for it in document(with_ages(make_dump(tmp_path, rows=8), lambda step: 0, trainer))["settings"]}
     assert ("trl" in rows) == (trainer == "grpo")
     assert {"auto", "disabled", "this run"} <= rows
 
@@ -236,7 +236,7 @@ def test_the_row_of_trl_is_for_a_trainer_that_trl_corrects(tmp_path, trainer):
 def test_a_healthy_run_with_fresh_weights_is_left_as_it_is(tmp_path, trainer):
     for name in ("trl", "disabled", "auto"):
         folder = make_dump(tmp_path / name, steps=2, spread=0.06, length=10, settings={"rollout_correction": name})
-        found = document(of_age(folder, lambda step: 0, trainer))["recommendation"]
+        found = document(with_ages(folder, lambda step: 0, trainer))["recommendation"]
         assert (found["settings"], found["row"]) == ({}, "this run")
 
 

@@ -1039,7 +1039,7 @@ def test_none_for_one_token_is_no_broken_row_of_logits(tiny_model_path, tmp_path
 
 
 def test_rows_of_logits_that_are_nan_are_told_by_the_rest_of_the_completion(maker, right, tmp_path):
-    def of_trainer(row):
+    def nan_of_trainer(row):
         row["train_logps"][4] = math.nan
 
     def once(row):
@@ -1047,7 +1047,7 @@ def test_rows_of_logits_that_are_nan_are_told_by_the_rest_of_the_completion(make
 
     maker.make("none", SEED, right, "float32")
     folder = maker.output / "none" / str(SEED)
-    assert list(causes_of(folder, tmp_path / "trainer", of_trainer)) == ["nan_rows"]
+    assert list(causes_of(folder, tmp_path / "trainer", nan_of_trainer)) == ["nan_rows"]
     assert list(causes_of(folder, tmp_path / "once", once)) == ["missing"]
     [finding] = diagnose(read_tokens(tmp_path / "once")).findings
     assert finding.evidence.numbers["infinite"] == 64

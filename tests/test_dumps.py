@@ -651,7 +651,7 @@ def make_two_steps(folder) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_today(tmp_path_factory) -> dict[str, tuple[int, str]]:
+def todays_answers(tmp_path_factory) -> dict[str, tuple[int, str]]:
     """Exit code and output of each command on a dump of today."""
     folder, found = tmp_path_factory.mktemp("today"), {}
     make_two_steps(folder / "dump")
@@ -663,7 +663,7 @@ def of_today(tmp_path_factory) -> dict[str, tuple[int, str]]:
 
 @pytest.mark.parametrize("version", LATER)
 @pytest.mark.parametrize("command", ["diagnose", "compare", "report"])
-def test_dumps_of_earlier_versions_are_read(command, version, of_today, tmp_path, capsys, monkeypatch):
+def test_dumps_of_earlier_versions_are_read(command, version, todays_answers, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in dump.files_of(make_two_steps(tmp_path / "dump")):
         in_version(path, version, *LATER[version], rollout_no_more=3)
@@ -671,7 +671,7 @@ def test_dumps_of_earlier_versions_are_read(command, version, of_today, tmp_path
     output = capsys.readouterr()
     assert code != 2, output.err
     if version > 2:  # nothing is missing that the diagnosis reads
-        assert (code, output.out) == of_today[command]
+        assert (code, output.out) == todays_answers[command]
 
 
 def test_a_dump_of_an_earlier_release_beside_one_of_today_is_one_dump(tmp_path):

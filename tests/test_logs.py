@@ -70,7 +70,7 @@ WRITTEN = {
 
 
 @pytest.fixture(scope="module")
-def of_state(tmp_path_factory):
+def state_file(tmp_path_factory):
     """What `diagnose` says of the state of the trainer."""
     path = tmp_path_factory.mktemp("run") / "trainer_state.json"
     path.write_text(json.dumps({"log_history": ENTRIES}))
@@ -93,12 +93,12 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_an_export_is_read_as_the_state_of_the_trainer(name, of_state, tmp_path, capsys):
+def test_an_export_is_read_as_the_state_of_the_trainer(name, state_file, tmp_path, capsys):
     if name == "board":
         pytest.importorskip("tensorboard")
     WRITTEN[name](tmp_path / name)
     found, said = diagnosed(capsys, tmp_path / name)
-    same(found, diagnosed(capsys, of_state)[0])
+    same(found, diagnosed(capsys, state_file)[0])
     assert said == ""
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / name), "-o", str(page)]) == 0
@@ -109,14 +109,14 @@ def test_an_export_is_read_as_the_state_of_the_trainer(name, of_state, tmp_path,
     assert last == str(page)
 
 
-def test_an_offline_run_of_wandb_is_read(of_state, tmp_path, capsys, monkeypatch):
+def test_an_offline_run_of_wandb_is_read(state_file, tmp_path, capsys, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="p", dir=tmp_path, mode="offline", settings=wandb.Settings(x_disable_stats=True)) as run:
         for row in ROWS:
             run.log(row)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    expected = diagnosed(capsys, of_state)[0]
+    expected = diagnosed(capsys, state_file)[0]
     for source in (folder, tmp_path, *folder.glob("*.wandb")):
         same(diagnosed(capsys, source)[0], expected)
     (path,) = folder.glob("*.wandb")
@@ -128,14 +128,14 @@ def test_an_offline_run_of_wandb_is_read(of_state, tmp_path, capsys, monkeypatch
     assert "can be read by the library wandb, which is missing: pip install wandb" in capsys.readouterr().err
 
 
-def test_a_project_of_trackio_is_read_run_by_run(of_state, tmp_path, capsys, monkeypatch):
+def test_a_project_of_trackio_is_read_run_by_run(state_file, tmp_path, capsys, monkeypatch):
     storage = pytest.importorskip("trackio.sqlite_storage")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
     for run in ("first", "second"):
         rows = ROWS if run == "second" else ROWS[: len(ROWS) // 2]
         storage.SQLiteStorage.bulk_log("project", run, rows, steps=[*range(len(rows))])
     (path,) = tmp_path.glob("*.db")
-    expected = diagnosed(capsys, of_state)[0]
+    expected = diagnosed(capsys, state_file)[0]
     for source in (path, tmp_path):
         found, said = diagnosed(capsys, source)
         same(found, expected)

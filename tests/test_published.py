@@ -34,7 +34,7 @@ def results_of(folder: str) -> Any:
     return files["results"] if list(files) == ["results"] else files
 
 
-def of_this_folder(load, results) -> list[str]:
+def tables_here(load, results) -> list[str]:
     tables = load("tables")
     columns = {"computation": tables.COMPUTATION, "step": tables.STEP, "step_pretrained": tables.STEP}
     columns |= {"memory": tables.MEMORY, "step_first_steps": tables.STEP, "step_auto": tables.STEP}
@@ -48,7 +48,7 @@ def of_this_folder(load, results) -> list[str]:
 OF_TRL = {"length": "table", "long_answers": "table"}  # their tables are in `arena/EVIDENCE.md`
 # `tests/test_arena.py` has those of the arena
 TABLES = {
-    "results": of_this_folder,
+    "results": tables_here,
     "diagnose": lambda load, results: load("run").tables(results["results"]),
     "exact": lambda load, results: load("run").tables(results),
     "language_model": lambda load, results: load("report").tables(results),

@@ -876,7 +876,7 @@ def _truncated(folder, dump):
     return folder
 
 
-def _of_another_tool(folder, _):
+def _foreign_file(folder, _):
     pq.write_table(pa.table({"a": [1]}), folder / "data.parquet")
     return folder / "data.parquet"
 
@@ -906,7 +906,7 @@ def _of_another_tool(folder, _):
             "this is neither a file of a dump (step-*.parquet) nor a log that can be read",
         ),
         (_truncated, "step-00000001-rank-00000.parquet is damaged, or it is not a Parquet file"),
-        (_of_another_tool, "data.parquet is a Parquet file, but `rollout_dump_dir` did not write it"),
+        (_foreign_file, "data.parquet is a Parquet file, but `rollout_dump_dir` did not write it"),
     ],
 )
 def test_bad_input_is_one_line(make, message, dump, tmp_path):

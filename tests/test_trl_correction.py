@@ -176,11 +176,11 @@ def plain(**fields):
     return RolloutCorrectionConfig(rollout_correction="trl", **fields)
 
 
-def of_a_trainer(config_class):
+def builder(config_class):
     return lambda **fields: config_class("output", use_cpu=True, bf16=False, rollout_correction="trl", **fields)
 
 
-BUILDERS = [plain, of_a_trainer(RolloutCorrectedGRPOConfig), of_a_trainer(RolloutCorrectedRLOOConfig)]
+BUILDERS = [plain, builder(RolloutCorrectedGRPOConfig), builder(RolloutCorrectedRLOOConfig)]
 
 
 @pytest.mark.parametrize("make_config", BUILDERS, ids=["plain", "grpo", "rloo"])

@@ -112,7 +112,7 @@ class Maker:
         """Some sequences scored alone, those that `rollout_diagnose` takes: of the first step."""
         return {i: score(model, [samples[i]], **how)[0][0] for i in range(0, min(AGAIN, ROWS))}
 
-    def of_an_engine(self, dtype: str):
+    def make_all(self, dtype: str):
         """All faults on an engine with that type."""
         mine = [seed for seed in self.seeds if self.below(seed) == dtype]
         llm = start(self.folder, dtype)
@@ -284,7 +284,7 @@ def main():
     for shape in args.shapes:
         maker = Maker(shape, list(range(args.first, args.first + args.seeds)), args.output)
         for dtype in ("float32", "bfloat16"):
-            maker.of_an_engine(dtype)
+            maker.make_all(dtype)
 
 
 if __name__ == "__main__":
