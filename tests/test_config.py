@@ -655,8 +655,8 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         (
             {"rollout_correction": "auto"},
             "auto: token importance weights while vLLM is behind, at most 1 for negative advantages and exactly 1 for "
-            "positive ones. Tokens are rejected if they left a trust region of 0.2 (token_tv), or if their ratio is below "
-            "0.001 (token_k1).",
+            "positive ones. Tokens are rejected if the update would push them further out of a region of 0.2 around "
+            "vLLM's probability (token_tv), or if their ratio is below 0.001 (token_k1).",
         ),
         (
             {"rollout_is": "token"},

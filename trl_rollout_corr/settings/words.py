@@ -112,8 +112,8 @@ def _rejection_in_words(settings: Settings) -> str:
 def _fact_in_words(criterion: Criterion, bounds: Any) -> str:
     if criterion.directed:
         size = " or ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
-        measure = "" if criterion.divergence == "tv" else "a KL divergence of "
-        return f"they left a trust region of {measure}{size}"
+        measure = "" if criterion.divergence == "tv" else "KL divergence "
+        return f"the update would push them further out of a region of {measure}{size} around vLLM's probability"
     statistic = criterion.scope.partition("_")[2]
     if criterion.divergence == "k1":
         lower, upper = bounds
