@@ -118,9 +118,10 @@ _LENGTH = Suspicion(
     "whole_completions",
     "weights of whole completions, which shrink with length",
     "TRL's default gives each completion one weight, the product of its tokens' ratios. Rounding alone adds up there, "
-    "so long completions hardly learn.",
+    "so long completions count least.",
     "Check that pushes arrive, and that `top_p`, `top_k`, `min_p` and penalties are at their defaults, because other "
-    "weights and options look the same here. Then use token weights.",
+    "weights and options look the same here. Then set `rollout_correction: auto`, or in TRL alone "
+    "`vllm_importance_sampling_mode: token_truncate`.",
     OTHER_OF_TRL.set,
 )
 _LARGE_GAP = Suspicion(
