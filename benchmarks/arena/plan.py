@@ -20,7 +20,7 @@ RATES = {"slower": 2e-5, "slow": 5e-5, "fast": 1e-4, "faster": 2e-4}
 # that it was sure of the token, and an exact reward forgives one. Or vLLM rounds the weights to 8 bits at each push. Or each
 # weight of the sampler differs by a fixed share of itself, drawn once from a normal distribution of this standard deviation.
 # Or no push arrives, and the sampler says that all do. Or the share is twice as large; or the first half of each batch is
-# written by the newest weights; or the sampler is old and says that it is not.
+# written by the newest weights; or the sampler is old and says that it is not; or the share grows all the time.
 FAULTS: dict[str, dict[str, Any]] = {
     "garbage": {"garbage": 0.5},
     "fp8": {"quantization": "fp8_per_channel"},
@@ -29,6 +29,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "loud": {"noise": 2 * NOISE},
     "mixed": {"mixed": True},
     "silent": {"announced": False},
+    "swelling": {"noise": [0.01, 2 * NOISE]},
 }
 # Other ways to train: with several updates per generation, without an adapter where others have one, with more steps, and
 # with a sampler that says how old it is where others do not
@@ -224,6 +225,7 @@ RULED = (
     "slack",
     "quarter",
     "grown",
+    "prefix",
     "reshape",
     "mixture",
     "m2po",
@@ -300,6 +302,8 @@ TUNED_TASKS = ["merge", "tag_unzip", "totals", "folded"]  # rates are tuned
 FOURTH_TASKS = [*CUT_TASKS, *TUNED_TASKS]
 FIFTH_TASKS = ["zigzag", "pack"]  # new ones, for a rule that decides by itself
 SIXTH_TASKS = ["tally", "tag_runs"]  # new ones, for gaps and ages that no rule was chosen by
+
+SEVENTH_TASKS = ["ordinals", "tag_inside_out"]  # new ones, for a gap that grows by itself, and for several updates
 
 
 def announces(task: str) -> bool:
@@ -688,6 +692,34 @@ def grown_gap() -> list[Run]:
     ]
 
 
+def grown_new() -> list[Run]:
+    """E11: the same rule in two new tasks, in which the age is false, or a rounding gap grows by itself."""
+    arms = ["on_policy", *NEW_ARMS[:5], "auto", "grown", "cap1"]
+    plain, tagged = SEVENTH_TASKS
+    cells = [
+        Cell(plain, FAST_8, fault="silent"),
+        Cell(tagged, FASTER_8, fault="silent"),
+        *(Cell(task, Rung(0, "fast"), fault="swelling", way="mid") for task in SEVENTH_TASKS),
+    ]
+    return lengthened([run for seed in SEEDS for cell in cells for run in runs_of([cell], arms, [seed])])
+
+
+def several_again() -> list[Run]:
+    """E12: several updates per generation and weights 64 steps old, where TRL's default had been better than `auto`."""
+    tagged, others = Cell("tag_even", FAST_8, way="several"), Cell("differences", FAST_8, way="several")
+    earlier = Cell(SIXTH_TASKS[1], FAST_8, way="several")
+    new = [Cell(task, FAST_8, way="several") for task in SEVENTH_TASKS]
+    return [
+        run
+        for seed in SEEDS
+        for run in (
+            *runs_of([tagged, others], ["trl", "auto", "prefix"], [seed]),
+            *runs_of([earlier], ["prefix"], [seed]),
+            *runs_of(new, [*REFERENCES, "trl", "trl_token_truncate", "token_2", "dppo_tv", "auto", "prefix"], [seed]),
+        )
+    ]
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -709,5 +741,7 @@ STAGES = {
         announced,
         same_arms,
         grown_gap,
+        grown_new,
+        several_again,
     )
 }

@@ -134,6 +134,15 @@ def grown(seen: Seen) -> torch.Tensor:
     return torch.where(unweighted, _less_for_bad(seen, math.inf), _less_for_bad(seen, 1.0))
 
 
+def prefix(seen: Seen) -> torch.Tensor:
+    """
+    `auto`, whose weight of a bad token is the product of the ratios up to it, at most 1: what follows a beginning that the
+    trainer would no longer write hardly counts.
+    """
+    so_far = torch.where(seen.fresh, 1.0, seen.d.cumsum(1).clamp(max=0.0).exp())
+    return torch.where(seen.positive, 1.0, so_far) * within_tv(seen) * (seen.d.exp() >= FLOOR)
+
+
 def _less_for_bad(seen: Seen, times: float) -> torch.Tensor:
     """Good tokens have the weight 1, and bad ones so many times their ratio, at most 1."""
     bad = (times * seen.d.exp()).clamp(max=1.0)
@@ -173,7 +182,7 @@ def vexact(seen: Seen) -> torch.Tensor:
     return seen.d.exp().clamp(max=2.0) * (seen.d.sum(1, keepdim=True) >= math.log(FLOOR))
 
 
-CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown)}
+CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown, prefix)}
 CONTROLS = {rule.__name__: rule for rule in (reshape, mixture, m2po, vexact)}
 RULES: dict[str, Rule] = {"ipo": ipo, "region": region, **CANDIDATES, **CONTROLS}
 

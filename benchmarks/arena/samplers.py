@@ -25,7 +25,7 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> None:
             The trainer, changed in place.
         faults (`dict`):
             `lag` in optimizer steps, and whether it is `announced`; `mixed`, if the first half of a batch is written by the
-            newest weights; `noise` on weights; `lost`, if no push arrives and none is missed; `garbage` as share of
+            newest weights; `noise` on weights, a size or the sizes at the first and the last step; `lost`, if no push arrives and none is missed; `garbage` as share of
             completions.
     """
     if "noise" in faults:
@@ -97,23 +97,31 @@ class MixedLag(quickstart.Lag):
 class Noise:
     """
     A sampler with the newest weights, of which each differs by a share of itself. The shares are drawn once, from a normal
-    distribution, and are the same in all runs. Biases and the scales of norms are left alone, as a quantiser does.
+    distribution, and are the same in all runs. With two sizes they grow from the first to the last step. Biases and the scales
+    of norms are left alone, as a quantiser does.
     """
 
-    def __init__(self, trainer: Any, size: float):
-        self.current, self.size = trainer.vllm_generation._iter_named_params, size
-        self.factors: dict[str, torch.Tensor] = {}
+    def __init__(self, trainer: Any, size: float | list[float]):
+        self.trainer, self.current = trainer, trainer.vllm_generation._iter_named_params
+        self.sizes = size if isinstance(size, list) else [size, size]
+        self.shares: dict[str, torch.Tensor] = {}
         self.dice = torch.Generator().manual_seed(0)
         trainer.vllm_generation._iter_named_params = self
+
+    @property
+    def size(self) -> float:
+        """Standard deviation of the shares at the current step."""
+        first, last = self.sizes
+        return first + (last - first) * self.trainer.state.global_step / self.trainer.args.max_steps
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self.current():
             if weight.dim() < 2:
                 yield name, weight
                 continue
-            if name not in self.factors:
-                self.factors[name] = 1 + self.size * torch.randn(weight.shape, generator=self.dice)
-            yield name, weight.detach() * self.factors[name]
+            if name not in self.shares:
+                self.shares[name] = torch.randn(weight.shape, generator=self.dice)
+            yield name, weight.detach() * (1 + self.size * self.shares[name])
 
 
 def pack_tied_head(generation: Any):

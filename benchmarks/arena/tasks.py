@@ -434,7 +434,30 @@ SIXTH = {
     )
 }
 
-TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH, **SIXTH}
+# New ones, for a gap that grows by itself, and for several updates -------------------------------------------------------
+
+
+def ordinals(dice: random.Random) -> tuple[str, str]:
+    """Fifteen of four letters: the answer has at each place how often its letter has occurred so far, at most 9."""
+    letters = draw(dice, LETTERS[:4], 15)
+    return letters, "".join(str(min(letters[: i + 1].count(letter), 9)) for i, letter in enumerate(letters))
+
+
+def tag_inside_out(dice: random.Random) -> tuple[str, str]:
+    """Twelve letters, from the middle outwards: the sixth, the seventh, the fifth, the eighth, and so on."""
+    letters = draw(dice, LETTERS[:16], 12)
+    return letters, "".join(letters[5 - i] + letters[6 + i] for i in range(6))
+
+
+SEVENTH = {
+    task.name: task
+    for task in (
+        Task("ordinals", string.digits + LETTERS[:4], ordinals, 0.05, 15, 15, warm_steps=1100),
+        tag_task("tag_inside_out", LETTERS[:16], tag_inside_out, 0.04, 12, 12, warm_steps=900, tied=True),
+    )
+}
+
+TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH, **SIXTH, **SEVENTH}
 
 
 # Models -------------------------------------------------------------------------------------------------------------------
