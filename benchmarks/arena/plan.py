@@ -226,6 +226,7 @@ RULED = (
     "quarter",
     "grown",
     "prefix",
+    "recent",
     "reshape",
     "mixture",
     "m2po",
@@ -720,6 +721,38 @@ def several_again() -> list[Run]:
     ]
 
 
+def recent_ratios() -> list[Run]:
+    """E13: the product of the ratios of a few tokens as the weight, where `auto` has weights and its age is true."""
+    plain, tagged = SIXTH_TASKS
+    several = [Cell(task, FAST_8, way="several") for task in ("tag_even", tagged, *SEVENTH_TASKS)]
+    quoted = [Cell(plain, Rung(16, "faster")), Cell(tagged, FASTER_8)]
+    pretrained = [
+        Cell(TAGGED_LANGUAGE, FASTER_8, way="announced"),
+        Cell(TAGGED_LANGUAGE, FASTER_4, fault="fp8", way="announced"),
+    ]
+    others = [
+        Cell(plain, FAST_8, fault="noise", way="mid"),
+        Cell(plain, FAST_8, "rloo"),
+        Cell(tagged, FASTER_32),
+        Cell(plain, FASTER_4, fault="fp8"),
+        Cell("tag_even", FASTER_8),
+        Cell("unpack", FASTER_32),
+        Cell("unpack", FASTER_4, fault="fp8"),
+        Cell("merge", FASTER_8),
+        Cell("triple", FAST_16),
+        Cell("records", FAST_4, fault="garbage"),
+        Cell("countdowns", FAST_16),
+    ]
+    arms = ["auto", "recent"]
+    return [
+        *lengthened(runs_of([*several, *quoted, *others], arms)),
+        *shorter(runs_of(pretrained, arms)),
+        *lengthened(runs_of([*several, *quoted], arms, SEEDS[1:])),
+        *shorter(runs_of(pretrained, arms, SEEDS[1:])),
+        *lengthened(runs_of(others, arms, SEEDS[1:])),
+    ]
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -743,5 +776,6 @@ STAGES = {
         grown_gap,
         grown_new,
         several_again,
+        recent_ratios,
     )
 }

@@ -28,6 +28,7 @@ KEPT = 0.9  # of the moving mean, per step
 GROWTH, WIDEST = 4.0, 0.4  # rounding counts up to so many times its first measurement, and up to this probability
 RHO_MIN, LEAST_POWER = 0.3, 0.05  # of IS-Reshape
 M2_BUDGET = 0.04  # of M2PO
+RECENT = 16  # tokens whose ratios are multiplied
 
 
 class Seen(NamedTuple):
@@ -143,6 +144,14 @@ def prefix(seen: Seen) -> torch.Tensor:
     return torch.where(seen.positive, 1.0, so_far) * within_tv(seen) * (seen.d.exp() >= FLOOR)
 
 
+def recent(seen: Seen) -> torch.Tensor:
+    """`prefix`, whose products have at most `RECENT` factors, so that they do not shrink with length."""
+    so_far = torch.nn.functional.pad(seen.d.double().cumsum(1), (RECENT, 0))
+    log_product = (so_far[:, RECENT:] - so_far[:, :-RECENT]).to(seen.d)
+    product = torch.where(seen.fresh, 1.0, log_product.clamp(max=0.0).exp())
+    return torch.where(seen.positive, 1.0, product) * within_tv(seen) * (seen.d.exp() >= FLOOR)
+
+
 def _less_for_bad(seen: Seen, times: float) -> torch.Tensor:
     """Good tokens have the weight 1, and bad ones so many times their ratio, at most 1."""
     bad = (times * seen.d.exp()).clamp(max=1.0)
@@ -182,7 +191,7 @@ def vexact(seen: Seen) -> torch.Tensor:
     return seen.d.exp().clamp(max=2.0) * (seen.d.sum(1, keepdim=True) >= math.log(FLOOR))
 
 
-CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown, prefix)}
+CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown, prefix, recent)}
 CONTROLS = {rule.__name__: rule for rule in (reshape, mixture, m2po, vexact)}
 RULES: dict[str, Rule] = {"ipo": ipo, "region": region, **CANDIDATES, **CONTROLS}
 
