@@ -453,7 +453,7 @@ SEVENTH = {
     task.name: task
     for task in (
         Task("ordinals", string.digits + LETTERS[:4], ordinals, 0.05, 15, 15, warm_steps=1100),
-        tag_task("tag_inside_out", LETTERS[:16], tag_inside_out, 0.04, 12, 12, warm_steps=900, tied=True),
+        tag_task("tag_inside_out", LETTERS[:16], tag_inside_out, 0.04, 12, 12, warm_steps=2000),
     )
 }
 
