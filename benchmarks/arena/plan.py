@@ -753,6 +753,37 @@ def recent_ratios() -> list[Run]:
     ]
 
 
+def young() -> list[Run]:
+    """E14: ages of one and two steps, as most asynchronous runs have them."""
+    plain, tagged = SIXTH_TASKS
+    cells = [
+        *(Cell(task, Rung(lag, "faster")) for lag in (2, 1) for task in SIXTH_TASKS),
+        Cell(plain, Rung(2, "fast"), fault="noise", way="mid"),
+        Cell(tagged, Rung(2, "faster"), fault="fp8"),
+    ]
+    arms = ["token_2", "dppo_tv", "auto"]
+    return lengthened(
+        [
+            run
+            for seed in SEEDS
+            for cell in cells
+            for run in runs_of(
+                [cell],
+                [
+                    *REFERENCES,
+                    *(
+                        ["trl_preset", "trl_preset_token_truncate"]
+                        if cell.fault == "fp8"
+                        else ["trl", "trl_token_truncate"]
+                    ),
+                    *arms,
+                ],
+                [seed],
+            )
+        ]
+    )
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -777,5 +808,6 @@ STAGES = {
         grown_new,
         several_again,
         recent_ratios,
+        young,
     )
 }
