@@ -25,8 +25,8 @@ def spoil(trainer: Any, faults: dict[str, Any]) -> None:
             The trainer, changed in place.
         faults (`dict`):
             `lag` in optimizer steps, and whether it is `announced`; `mixed`, if the first half of a batch is written by the
-            newest weights; `noise` on weights, a size or the sizes at the first and the last step; `lost`, if no push arrives and none is missed; `garbage` as share of
-            completions.
+            newest weights; `noise` on weights, a size or the sizes at the first and the last step; `lost`, if no push arrives
+            and none is missed; `garbage` as share of completions.
     """
     if "noise" in faults:
         Noise(trainer, faults["noise"])
