@@ -191,7 +191,9 @@ def vexact(seen: Seen) -> torch.Tensor:
     return seen.d.exp().clamp(max=2.0) * (seen.d.sum(1, keepdim=True) >= math.log(FLOOR))
 
 
-CANDIDATES = {rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown, prefix, recent)}
+CANDIDATES = {
+    rule.__name__: rule for rule in (wide, by_age, split, twice, excess, slack, quarter, grown, prefix, recent)
+}
 CONTROLS = {rule.__name__: rule for rule in (reshape, mixture, m2po, vexact)}
 RULES: dict[str, Rule] = {"ipo": ipo, "region": region, **CANDIDATES, **CONTROLS}
 
