@@ -296,6 +296,36 @@ def test_a_gap_that_has_grown_counts_as_age(arena):
     assert rules.grown(seen._replace(fresh=~everywhere, grown=False)).flatten().tolist() == pytest.approx([1.0, 0.5])
 
 
+def test_a_product_of_ratios_ends_with_the_token_and_is_for_bad_tokens_of_old_weights(arena):
+    rules = arena("rules")
+    d = torch.full((3, 20), math.log(0.9))
+    d[:, 1] = math.log(1.2)  # a product may come back
+    everywhere, old = torch.ones(3, 20, dtype=torch.bool), torch.tensor([[False], [False], [True]])
+    signs = torch.tensor([[True], [False], [False]])
+    seen = rules.Seen(d, torch.full((3, 20), math.log(0.1)), signs, everywhere, old, 0.0, 0.0)
+    whole, few = rules.prefix(seen), rules.recent(seen)
+    assert torch.equal(whole[[0, 2]], torch.ones(2, 20))
+    assert torch.equal(few[[0, 2]], torch.ones(2, 20))
+    assert whole[1, :3].tolist() == pytest.approx([0.9, 1.0, 0.9 * 1.2 * 0.9])
+    assert whole[1, 19] == pytest.approx(1.2 * 0.9**19)
+    torch.testing.assert_close(few[1, :16], whole[1, :16])
+    assert few[1, 16] == pytest.approx(1.2 * 0.9**15)
+    assert few[1, 17:].tolist() == pytest.approx([0.9**16] * 3)
+
+
+def test_noise_may_grow_from_the_first_step_to_the_last(arena):
+    weights = {"weight": torch.ones(2, 2)}
+    generation = SimpleNamespace(_iter_named_params=weights.items)
+    trainer = SimpleNamespace(
+        vllm_generation=generation, state=SimpleNamespace(global_step=0), args=SimpleNamespace(max_steps=4)
+    )
+    arena("samplers").spoil(trainer, {"noise": [0.1, 0.3]})
+    (first,) = (weight - 1 for _, weight in generation._iter_named_params())
+    trainer.state.global_step = 2
+    (half,) = (weight - 1 for _, weight in generation._iter_named_params())
+    torch.testing.assert_close(half, 2 * first)
+
+
 @pytest.mark.parametrize("rule", ["wide", "split", "excess"])
 def test_a_rule_is_trained_in_a_trainer_and_one_that_forgets_rounding_is_auto(
     arena, rule, tiny_model_path, tmp_path, shared_engine, monkeypatch

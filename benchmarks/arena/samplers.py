@@ -103,7 +103,7 @@ class Noise:
 
     def __init__(self, trainer: Any, size: float | list[float]):
         self.trainer, self.current = trainer, trainer.vllm_generation._iter_named_params
-        self.sizes = size if isinstance(size, list) else [size, size]
+        self.first, self.last = size if isinstance(size, list) else (size, None)
         self.shares: dict[str, torch.Tensor] = {}
         self.dice = torch.Generator().manual_seed(0)
         trainer.vllm_generation._iter_named_params = self
@@ -111,8 +111,9 @@ class Noise:
     @property
     def size(self) -> float:
         """Standard deviation of the shares at the current step."""
-        first, last = self.sizes
-        return first + (last - first) * self.trainer.state.global_step / self.trainer.args.max_steps
+        if self.last is None:
+            return self.first
+        return self.first + (self.last - self.first) * self.trainer.state.global_step / self.trainer.args.max_steps
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self.current():
