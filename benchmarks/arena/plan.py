@@ -761,7 +761,7 @@ def young() -> list[Run]:
         Cell(plain, Rung(2, "fast"), fault="noise", way="mid"),
         Cell(tagged, Rung(2, "faster"), fault="fp8"),
     ]
-    arms = ["token_2", "dppo_tv", "auto"]
+    arms = ["token_2", "dppo_tv", "auto", "recent"]
     return lengthened(
         [
             run
