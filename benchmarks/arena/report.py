@@ -456,6 +456,22 @@ def grown(results: Mapping[str, Any]) -> str:
     return judged("grown", own_cells, names, ["auto", "cap1", "cap3_unweighted", *RIVALS[:7]], falls, spread)
 
 
+def recent(results: Mapping[str, Any]) -> str:
+    """A line per cell in which the product of a few ratios was trained as the weight."""
+    rows = of_all_stages({**results, "true_age": {"rows": with_true_age(results)}})
+    cells, spread = scores(rows), Spread(rows)
+    falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    names = ["auto", "prefix", REFERENCE, "none", "trl", "trl_preset", "token_2", "dppo_tv"]
+    own_cells = {cell: by_arm for cell, by_arm in cells.items() if {"recent", "prefix"} & {*by_arm}}
+    return judged("recent", own_cells, names, ["auto", *RIVALS[:7]], falls, spread)
+
+
+def young(results: Mapping[str, Any]) -> str:
+    """A line per cell with weights that are one or two steps old."""
+    names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "trl_preset_token_truncate"]
+    return auto_beside(rows_of(results, "young"), [*names, "token_2", "dppo_tv", "recent"], results)
+
+
 def unseen(results: Mapping[str, Any]) -> str:
     """
     A line per cell of gaps and ages that no rule was chosen by: `auto` next to all other arms. A cell of the pretrained model
