@@ -208,8 +208,13 @@ def test_a_file_without_a_sampler_is_told_so(check, trainer, text, message):
     [
         ("rollout_engine_kwargs: {quantisation: fp8}\n", "Did you mean 'quantization'?"),
         ("rollout_is_treshold: 2\n", "Did you mean 'rollout_is_threshold'?"),
-        ("rollout_engine_kwargs: {quantization: int8}\n", "which is no scheme of vLLM 0"),
-        ("rollout_engine_kwargs: {quantization: int8}\n", "'int8_per_channel_weight_only'"),
+        ("rollout_engine_kwargs: {quantization: int8}\n", "which is no scheme by which vLLM 0"),
+        (
+            "rollout_engine_kwargs: {quantization: int8}\n",
+            "Did you mean 'int8_per_channel_weight_only'? It rounds experts only; for a model without experts use fp8.",
+        ),
+        ("rollout_engine_kwargs: {quantization: experts_int8}\n", "which is no scheme by which vLLM 0"),
+        ("rollout_engine_kwargs: {quantization: fp8_per_chanel}\n", "Did you mean 'fp8_per_channel'? `trl"),
         ("rollout_engine_kwargs: {kv_cache_dtype: int4}\n", "which is no `kv_cache_dtype` of vLLM 0"),
         ("rollout_engine_kwargs: {dtype: fp16}\n", "It takes auto, half, float16, "),
         ("max_steps: 1.0e+400\n", "`max_steps` is inf"),

@@ -98,22 +98,28 @@ def check_values(kwargs: Mapping[str, object]) -> None:
             continue
         alike = [other for other in known if value.lower() in other] or get_close_matches(value, known, 1)
         hint = f"Did you mean {' or '.join(map(repr, alike))}?" if alike else f"It takes {', '.join(known)}."
-        what = "scheme" if name == "quantization" else f"`{name}`"
-        scheme = " `trl-rollout-corr docs models#which-scheme` says where each works." if what == "scheme" else ""
-        reason = f"which is no {what} of vLLM {_version()}"
-        raise SettingError("rollout_engine_kwargs", value, reason, remedy=f"{hint}{scheme}", part=f"for {name!r}")
+        if name == "quantization" and alike and {*alike} <= {*schemes_of_experts()}:
+            hint += " It rounds experts only; for a model without experts use fp8."
+        reason = f"which is no `{name}` of vLLM {_version()}"
+        if name == "quantization":
+            reason = f"which is no scheme by which vLLM {_version()} rounds weights while it loads them"
+            hint += " `trl-rollout-corr docs models#which-scheme` says where each works."
+        raise SettingError("rollout_engine_kwargs", value, reason, remedy=hint, part=f"for {name!r}")
 
 
 def known_schemes() -> list[str] | None:
-    """Names of the schemes of quantization of the installed vLLM and of its plugins, or `None` if unknown."""
+    """Names of schemes by which the installed vLLM quantises weights while it loads them, or `None` if unknown."""
     try:
-        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()  # as an engine does; they may register further schemes
-        return list(QUANTIZATION_METHODS)
+        return schemes()
     except Exception:  # vLLM is missing or moved them, so vLLM itself must refuse
         return None
+
+
+def schemes() -> list[str]:
+    """Names of schemes by which the installed vLLM quantises weights while it loads them."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    return ["fp8", *ONLINE_QUANT_SHORTHAND_NAMES]  # an older name of `fp8_per_tensor`
 
 
 def schemes_of_experts() -> list[str]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from trl.generation import vllm_generation
 
 from ..messages import SettingError, nearest, notify
-from .engine_checks import schemes_of_experts
+from .engine_checks import schemes, schemes_of_experts
 
 
 # Layers that keep their type: routers of experts and vision towers. Heads and embeddings keep it in
@@ -62,13 +62,6 @@ def _named(scheme: object) -> str:
 
 def _error(scheme: object, reason: str, remedy: str) -> SettingError:
     return SettingError(_FIELD, scheme, reason, remedy=remedy, part=_PART)
-
-
-def schemes() -> list[str]:
-    """Names of schemes by which the installed vLLM quantises weights while it loads them."""
-    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
-
-    return ["fp8", *ONLINE_QUANT_SHORTHAND_NAMES]  # an older name of `fp8_per_tensor`
 
 
 def check_scheme(scheme: object, of_trl: Mapping[str, Any]) -> None:
