@@ -17,8 +17,9 @@ from .. import door
 from ..messages import SettingError, warn, warn_idle
 from ..settings.effects import effects, truncations
 from ..settings.fields import LOSS_TYPES
+from ..settings.presets import DEFAULT
 from ..settings.resolve import Settings
-from ..settings.trl_correction import PREFIX_OF_TRL
+from ..settings.trl_correction import MODE, PREFIX_OF_TRL
 
 
 # vLLM samples greedily at 0, and raises lower temperatures to this one
@@ -60,8 +61,9 @@ def check_weights_of_loss(config: Any, settings: Settings) -> None:
             "loss_type",
             "vespo",
             "which has importance weights of its own, so no other weight or rejection can be applied to it",
-            remedy="Choose another `loss_type`, or only measure: set `rollout_correction` to 'disabled', or "
-            "`rollout_metrics_only` to true.",
+            remedy="Choose another `loss_type`, or set `rollout_correction` to trl with a token mode of TRL "
+            f"(`{MODE}: token_truncate` or token_mask), or only measure: set `rollout_correction` to "
+            "'disabled', or `rollout_metrics_only` to true.",
         )
 
 
@@ -70,20 +72,26 @@ def check_reinforce(config: Any, settings: Settings) -> None:
     if not settings.changes_loss or settings.mode != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
+    is_of_user = "rollout_loss_type" in config.given
+    field = "`rollout_loss_type='reinforce'`"
+    cause = field if is_of_user else f"`{settings.rollout_correction}` ({field})"
+    another = "" if is_of_user else f", or `rollout_correction` to {DEFAULT}"
     if config.loss_type == "cispo" and cap < 1.0:
         raise SettingError(
             "epsilon_high",
             cap,
-            "which with `loss_type='cispo'` is the upper bound of the ratio, and with "
-            f"`rollout_loss_type='reinforce'` the ratio is 1: every gradient would be multiplied by {cap}",
-            remedy="Set `epsilon_high` to 1 or more.",
+            f"which with `loss_type='cispo'` is the upper bound of the ratio, and with {cause} the ratio is 1: every "
+            f"gradient would be multiplied by {cap}",
+            remedy=f"Set `epsilon_high` to 1 or more{another}.",
         )
     if config.importance_sampling_level != "token":
         raise SettingError(
             "importance_sampling_level",
             config.importance_sampling_level,
-            "and the loss of `rollout_loss_type='reinforce'` is a sum over tokens",
-            remedy="Set it to 'token'; for weights of sequences set `rollout_is` to 'sequence' or 'geometric'.",
+            f"and the loss of {cause} is a sum over tokens",
+            remedy="Set it to 'token'; for weights of sequences set `rollout_is` to 'sequence' or 'geometric'."
+            if is_of_user
+            else f"Set `rollout_correction` to {DEFAULT}, or `importance_sampling_level` to 'token'.",
         )
 
 
