@@ -246,6 +246,23 @@ def test_a_scheme_for_experts_alone_says_that_a_dense_model_is_not_rounded(check
 
 
 @pytest.mark.parametrize(
+    ("text", "begin"),
+    [
+        ("use_peft: true\n", "`lora_dropout` is not set, and 0.05 by default."),
+        ("use_peft: true\nlora_dropout: 0.1\n", "`lora_dropout` is 0.1."),
+        ("use_peft: true\nlora_dropout: 0\n", None),
+        ("lora_dropout: 0.1\n", None),
+        ("rollout_engine_kwargs: {kv_cache_dtype: fp8}\n", "`rollout_engine_kwargs` sets `kv_cache_dtype: fp8`"),
+        ("rollout_engine_kwargs: {kv_cache_dtype: auto}\n", None),
+    ],
+)
+def test_what_opens_a_gap_of_its_own_is_a_remark(check, text, begin):
+    code, report = check(f"use_vllm: true\n{text}")
+    assert code == 0
+    assert [remark.startswith(begin or "") for remark in report["remarks"]] == [True] * (begin is not None)
+
+
+@pytest.mark.parametrize(
     ("text", "system"),
     [
         ("actor_rollout_ref: {rollout: {n: 8}}\ndata: {train_batch_size: 8}\n", "verl"),

@@ -254,7 +254,7 @@ def _add_check(commands: _Commands) -> None:
         "check",
         help="check that the installed TRL is supported, or check a file of settings",
         description="Without a file, print the installed versions, and say whether the installed TRL can be "
-        "corrected. With a file, read it as a training script would, without loading a model, and name every mistake. "
+        "corrected. With a file, read it as a training script would, without loading a model, and name the mistakes. "
         "Exit code 0: TRL can be corrected, or the file contains no mistake, 1: otherwise, 2: the file cannot be "
         "read.",
     )

@@ -19,6 +19,7 @@ from ..messages import SelfContainedError, SettingError, __version__, nearest
 from ..settings.names import instead_of
 from ..settings.presets import DEFAULT
 from ..settings.trl_correction import DEFAULTS_OF_TRL, MODE
+from .bands import ROUNDED
 from .formats import visible
 from .translation.dotted_settings import system_of
 from .translation.setting_files import lines_of, read_document, read_file, with_line
@@ -145,6 +146,8 @@ def _check_settings(
         mistakes += _refused_by_trainer(config, settings)
         remarks += [] if is_open else _warned_about_sampler(config, trainer, given="use_vllm" in settings)
         remarks += _rounding_of_experts(config.rollout_engine_kwargs or {})
+        remarks += _rounding_of_cache(config.rollout_engine_kwargs or {})
+    remarks += _dropout_of_adapter(settings)
     mistakes = [*of_keys, *(with_line(mistake, places) for mistake in mistakes)]
     if as_json:
         report = {"file": path, "trainer": trainer, "mistakes": mistakes, "remarks": remarks, "correction": correction}
@@ -275,6 +278,31 @@ def _rounding_of_experts(kwargs: Mapping[str, Any]) -> list[str]:
         "without experts it rounds nothing, and the run samples in the type of the model. vLLM has no scheme that "
         "rounds a dense model to int8 while it loads the weights: use an FP8 scheme (`trl-rollout-corr docs "
         "models#which-scheme`)."
+    ]
+
+
+def _rounding_of_cache(kwargs: Mapping[str, Any]) -> list[str]:
+    """A sentence about keys and values of 8 bits or fewer, which no correction was compared for."""
+    dtype = str(kwargs.get("kv_cache_dtype") or "auto")
+    if not dtype.startswith(("fp8", "int8", "nvfp4")):
+        return []
+    return [
+        f"`rollout_engine_kwargs` sets `kv_cache_dtype: {dtype}`, which opens a gap of its own: `k3_kl` was up to "
+        f"{ROUNDED['cache']:g} in our measurements. Remove it: the cache then has the type of the model."
+    ]
+
+
+def _dropout_of_adapter(settings: Mapping[str, Any]) -> list[str]:
+    """A sentence about dropout of an adapter, which TRL's scripts switch on unless the file says otherwise."""
+    from trl import ModelConfig
+
+    dropout = settings.get("lora_dropout", ModelConfig.lora_dropout)
+    if not settings.get("use_peft") or settings.get("disable_dropout") or not dropout:
+        return []
+    state = f"is {dropout}" if "lora_dropout" in settings else f"is not set, and {dropout} by default"
+    return [
+        f"`lora_dropout` {state}. Dropout is on in the trainer and off in the sampler, so the two are different "
+        "policies even with equal weights. Set `lora_dropout: 0`."
     ]
 
 
