@@ -799,7 +799,10 @@ def test_the_docstring_has_the_default_of_each_field():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rollout_correction": "auto", "loss_type": "vespo"}, "`loss_type` is 'vespo'.* to trl with a token mode"),
+        (
+            {"rollout_correction": "auto", "loss_type": "vespo"},
+            "`loss_type` is 'vespo'.* to 'trl', of which a token mode",
+        ),
         (
             {"rollout_correction": "bypass_dppo_tv", "importance_sampling_level": "sequence"},
             "`importance_sampling_level` is 'sequence'.* the loss of `bypass_dppo_tv` .* Set `rollout_correction` to auto",

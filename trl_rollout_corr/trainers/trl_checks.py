@@ -19,7 +19,7 @@ from ..settings.effects import effects, truncations
 from ..settings.fields import LOSS_TYPES
 from ..settings.presets import DEFAULT
 from ..settings.resolve import Settings
-from ..settings.trl_correction import MODE, PREFIX_OF_TRL
+from ..settings.trl_correction import PREFIX_OF_TRL
 
 
 # vLLM samples greedily at 0, and raises lower temperatures to this one
@@ -61,9 +61,8 @@ def check_weights_of_loss(config: Any, settings: Settings) -> None:
             "loss_type",
             "vespo",
             "which has importance weights of its own, so no other weight or rejection can be applied to it",
-            remedy="Choose another `loss_type`, or set `rollout_correction` to trl with a token mode of TRL "
-            f"(`{MODE}: token_truncate` or token_mask), or only measure: set `rollout_correction` to "
-            "'disabled', or `rollout_metrics_only` to true.",
+            remedy="Choose another `loss_type`, or set `rollout_correction` to 'trl', of which a token mode works with it, "
+            "or only measure: set `rollout_correction` to 'disabled', or `rollout_metrics_only` to true.",
         )
 
 
