@@ -61,8 +61,8 @@ def check_weights_of_loss(config: Any, settings: Settings) -> None:
             "loss_type",
             "vespo",
             "which has importance weights of its own, so no other weight or rejection can be applied to it",
-            remedy="Choose another `loss_type`, or set `rollout_correction` to 'trl', of which a token mode works with "
-            "it, or only measure: set `rollout_correction` to 'disabled', or `rollout_metrics_only` to true.",
+            remedy="Choose another `loss_type`, or set `rollout_correction` to 'trl', of which a token mode works "
+            "with it, or only measure: set `rollout_correction` to 'disabled', or `rollout_metrics_only` to true.",
         )
 
 
