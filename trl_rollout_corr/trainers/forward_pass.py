@@ -139,22 +139,18 @@ class OldPass:
             self.logps, self.completion_mask = outputs[0], attention_mask[:, -logits_to_keep:]
         return outputs
 
-    def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str, user: type | None) -> None:
+    def settle(self, output: dict[str, Any], *, expected: int, anchor_key: str, trainer: type) -> None:
         """
         Put the old log-probabilities under `anchor_key` into the batch that TRL scored, or remove their placeholder.
-        Raises a `RuntimeError` if the number of forward passes is not `expected`, or if the key is missing, which
-        names the class of the `user` if the trainer has one.
+        Raises a `RuntimeError` if the `trainer` made another number of forward passes than `expected`, or if the key
+        is missing.
         """
         if self.calls != expected or anchor_key not in output:
-            who = "TRL" if user is None else f"`{user.__name__}`"
-            remedy = (
-                "This version of TRL is not supported: install a version of trl that this release was tested with."
-                if user is None
-                else "The first pass there is that of the old policy. Call the model itself for another one."
-            )
             raise RuntimeError(
-                f"{who} made {self.calls} forward passes while scoring where {expected} were expected, or did not "
-                f"return `{anchor_key}`. {remedy}"
+                f"`{trainer.__name__}` made {self.calls} forward passes while scoring where {expected} were expected, "
+                f"or did not return `{anchor_key}`. If a class of yours makes one there, call the model itself for "
+                "it, because the first is taken for that of the old policy. Otherwise this version of TRL is not "
+                "supported: install a version of trl that this release was tested with."
             )
         if self.answer is None:
             output[OLD_LOGPS] = self.logps

@@ -45,7 +45,7 @@ from .keys import (
 from .pushes import PushesToVLLM
 from .replay import Replay
 from .scoring import score_alone, score_text, sequences_of
-from .trl_interface import check_bases, check_trl, definer, first_of_user
+from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
 from .vllm_engine import IMAGES, warn_about_images, watch_sampler
 
@@ -193,8 +193,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
             output = super()._generate_and_score_completions(inputs, *args, **kwargs)
         if old_pass is not None:
             expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
-            user = first_of_user(type(self), self._trl_class)
-            old_pass.settle(output, expected=expected, anchor_key=self._anchor_key, user=user)
+            old_pass.settle(output, expected=expected, anchor_key=self._anchor_key, trainer=type(self))
         if not self._settings.by_trl:
             refuse_weights(output)
         owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)

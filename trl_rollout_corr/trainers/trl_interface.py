@@ -119,13 +119,6 @@ def definer(trainer: type, method: str, after: type | None = None) -> type:
     return next(cls for cls in order[order.index(after) + 1 if after else 0 :] if method in vars(cls))
 
 
-def first_of_user(trainer: type, trl_class: type) -> type | None:
-    """The first class of a trainer that is neither TRL's nor of this package; `None` without one."""
-    order = trainer.__mro__
-    package = __name__.partition(".")[0]
-    return next((cls for cls in order[: order.index(trl_class)] if cls.__module__.partition(".")[0] != package), None)
-
-
 def check_bases(trainer: type, mixin: type, trl_class: type, method: str = "_compute_loss") -> None:
     """Refuse trainers with another loss than TRL's, which the mixin would not correct."""
     owner = definer(trainer, method, after=mixin)
