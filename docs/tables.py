@@ -94,10 +94,14 @@ IN_ORDER = sorted(BOUNDS.values(), key=lambda bound: (bound.severity != "critica
 
 
 def alarms(table: str) -> str:
-    record = json.loads(RECORD.read_text(encoding="utf-8"))["alarms"]
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    healthy = {kind: runs["healthy"] for kind, runs in record["runs"].items()}
 
     def cells(name: str) -> dict[str, str]:
-        bound, raised = BOUNDS[name], record.get(name, {})
+        bound, raised = BOUNDS[name], record["alarms"].get(name, {})
+        share = {
+            kind: f"{raised[kind]} of {healthy[kind]}" for kind in ("corrected", "uncorrected") if raised.get(kind)
+        }
         metric = f"`{bound.key}`{'*' if bound.measure else ''}"
         most = "1" if bound.patience == 1 else f"{bound.patience // 2 + 1} of {bound.patience}"
         return {
@@ -105,8 +109,7 @@ def alarms(table: str) -> str:
             "severity": bound.severity,
             "limit": "off" if _is_off(bound) else f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
             "steps": f"{bound.patience} in a row" if bound.lasting else f"{most}{_at_once(bound)}",
-            "in healthy runs": str(raised.get("corrected") or "")
-            or (f"{raised['uncorrected']}, uncorrected" if raised.get("uncorrected") else "none"),
+            "in healthy runs": share.get("corrected") or (f"{share['uncorrected']}, uncorrected" if share else "none"),
         }
 
     return completed(table, cells, [bound.name for bound in IN_ORDER])
