@@ -140,14 +140,17 @@ def prefix(seen: Seen) -> torch.Tensor:
     `auto`, whose weight of a bad token is the product of the ratios up to it, at most 1: what follows a beginning that the
     trainer would no longer write hardly counts.
     """
-    so_far = torch.where(seen.fresh, 1.0, seen.d.cumsum(1).clamp(max=0.0).exp())
-    return torch.where(seen.positive, 1.0, so_far) * within_tv(seen) * (seen.d.exp() >= FLOOR)
+    return _product_for_bad(seen, seen.d.cumsum(1))
 
 
 def recent(seen: Seen) -> torch.Tensor:
     """`prefix`, whose products have at most `RECENT` factors, so that they do not shrink with length."""
     so_far = torch.nn.functional.pad(seen.d.double().cumsum(1), (RECENT, 0))
-    log_product = (so_far[:, RECENT:] - so_far[:, :-RECENT]).to(seen.d)
+    return _product_for_bad(seen, (so_far[:, RECENT:] - so_far[:, :-RECENT]).to(seen.d))
+
+
+def _product_for_bad(seen: Seen, log_product: torch.Tensor) -> torch.Tensor:
+    """Good tokens have the weight 1, and bad ones of old completions a product, at most 1."""
     product = torch.where(seen.fresh, 1.0, log_product.clamp(max=0.0).exp())
     return torch.where(seen.positive, 1.0, product) * within_tv(seen) * (seen.d.exp() >= FLOOR)
 
