@@ -725,6 +725,7 @@ def test_the_line_of_a_run_with_gspo_says_what_a_completion_gets(correction, end
     assert [end for end in ends if end.lower() not in line.lower()] == []
     assert ("GSPO" in line) == (correction != "decoupled_seq_is")
     assert "GSPO" not in grpo(rollout_correction=correction).description
+    assert "GSPO" not in grpo(**{**fields, "loss_type": "cispo"}).description  # each token keeps its own gradient
     with warnings.catch_warnings():
         warnings.simplefilter("error", SettingWarning)
         grpo(**fields)

@@ -38,7 +38,7 @@ ATTRIBUTES = (
 KEYS = ("advantages", "completion_ids", "completion_mask", "prompt_ids", "prompt_mask")
 NAMES = {
     GRPOTrainer: (
-        (*ATTRIBUTES, "importance_sampling_level", "rollout_func"),
+        (*ATTRIBUTES, "rollout_func", "top_entropy_quantile"),
         (*KEYS, "old_per_token_logps", "sampling_per_token_logps", "tool_mask"),
     ),
     RLOOTrainer: (ATTRIBUTES, (*KEYS, "old_logps")),

@@ -398,6 +398,48 @@ def test_gspo_with_auto_gives_a_completion_the_mean_of_the_factors_of_its_tokens
         torch.testing.assert_close(entered, (advantages * means)[:, None])
 
 
+@pytest.mark.parametrize("mode", ["decoupled", "ppo_clip"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*act.* on single tokens")
+def test_with_ratios_of_completions_each_token_of_the_loss_has_its_own_factor(make, tiny_model_path, mode, loss):
+    """Also where only some tokens are in the loss, and with `cispo`, in which each has a gradient of its own."""
+    correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": [0.8, 1.25]}
+    sampler = StaleSampler(tiny_model_path, min_length=4)
+    fields = {"bypass_mode": mode == "ppo_clip", "rollout_clip_ratio_c": None, "importance_sampling_level": "sequence"}
+    trainer = make(sampler=sampler, **correction, **fields, **loss)
+    batch, in_loss, select = micro_batches(trainer)[0], [], trainer.get_high_entropy_mask
+
+    def selecting(*args):
+        in_loss.append(select(*args))
+        return in_loss[-1]
+
+    trainer.get_high_entropy_mask = selecting
+    found = gradients(trainer, batch)
+    mask, logps = batch["completion_mask"], policy_logps(trainer.model, batch)
+    d = torch.where(mask.bool(), logps.detach() - batch[ROLLOUT_LOGPS], 0.0)
+    keep = (d.exp() >= 0.8) & (d.exp() <= 1.25)
+    assert 0 < (keep * mask).sum() < mask.sum()
+    factors, anchor = keep * (d.exp().clamp(max=2.0) if mode == "decoupled" else 1.0), logps.detach()
+    if mode == "ppo_clip":  # a rejected token does not move the ratio of its completion
+        anchor = torch.where(keep, batch[ROLLOUT_LOGPS], anchor)
+    ratio = (((logps - anchor) * mask).sum(1) / mask.sum(1)).exp()[:, None]
+    advantages = batch["advantages"][:, None]
+    per_token = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if loss["loss_type"] == "cispo":
+        per_token = -ratio.detach().clamp(max=5.0) * advantages * logps
+    per_token = per_token * factors * (in_loss[0] if in_loss else 1.0)
+    expected = reduce(per_token, batch, trainer, loss["loss_type"])
+    assert_gradients_equal(found, backward(trainer.model, expected))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -27,8 +27,8 @@ CORE = {
         "names",
         "fields",
         "resolve",
-        "words",
         "effects",
+        "words",
         "unlikely",
         "config",
     ],  # so far without torch

@@ -71,6 +71,14 @@ def effects(settings: Settings, fields: Mapping[str, Any]) -> list[Effect]:
     return [effect for part in parts for effect in part]
 
 
+def shares_gradient(fields: Mapping[str, Any]) -> bool:
+    """
+    True if all tokens of a completion have one gradient in TRL's loss, as in GSPO. `cispo` multiplies the
+    log-probability of each token by the ratio of its completion, so that each keeps its own.
+    """
+    return fields.get("importance_sampling_level") == "sequence" and fields.get("loss_type") != "cispo"
+
+
 # TRL's own correction ------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..messages import capitalized
 from .criteria import Criterion
+from .effects import shares_gradient
 from .presets import UNSET
 from .resolve import Settings
 from .thresholds import is_by_sign
@@ -37,10 +38,10 @@ def settings_in_words(settings: Settings, fields: Mapping[str, Any] | None = Non
     fields = fields or {}
     parts = [_weights_in_words(settings)] if settings.bounding is not None else []
     parts += [_rejection_in_words(settings)] if settings.criteria else []
-    shares_gradient = fields.get("importance_sampling_level") == "sequence" and bool(settings.acting_on_parts)
-    is_short = len(parts) == 1 and not shares_gradient
+    takes_mean = shares_gradient(fields) and bool(settings.acting_on_parts)
+    is_short = len(parts) == 1 and not takes_mean
     mode = [_CLIPPING[settings.mode]] if settings.bypass_mode or is_short else []
-    mode += [_GSPO] if shares_gradient else []
+    mode += [_GSPO] if takes_mean else []
     first, *rest = [*parts, *(["; ".join(mode)] if mode else [])] or ["no correction"]
     head = _head(settings, fields)
     sentences = [f"{head}: {first}" if head else first, *map(capitalized, rest)]

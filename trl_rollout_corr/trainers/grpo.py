@@ -11,6 +11,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..settings.config import RolloutCorrectionConfig
+from ..settings.effects import shares_gradient
 from .batches import TAGS
 from .completions import read_logprobs, validated
 from .forward_pass import Generation
@@ -89,6 +90,7 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
     _anchor_key = OLD_LOGPS
     num_iterations: int  # TRL's
     rollout_func: Any
+    top_entropy_quantile: float
     _tag_names = [*GRPOTrainer._tag_names, *TAGS]
 
     @with_parameters_of(GRPOTrainer.__init__)
@@ -162,7 +164,8 @@ class RolloutCorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):
         # With A = c * advantage and c >= 0, -min(r A, clip(r) A) is c times TRL's loss of the token, as for all loss
         # types. Masks, denominators, KL and entropy terms stay TRL's.
         advantages = inputs["advantages"]
-        if self.importance_sampling_level == "sequence" and advantages.dim() == 1:
+        every_token = self.top_entropy_quantile == 1.0  # otherwise TRL takes the mean, over the tokens that it keeps
+        if shares_gradient(vars(self.args)) and every_token and advantages.dim() == 1:
             # all tokens of a completion share one gradient, so the mean coefficient acts. TRL counts clipped
             # completions from (B, 1)
             lengths = self._loss_mask(inputs).sum(1, keepdim=True)

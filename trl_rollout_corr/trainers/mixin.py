@@ -25,6 +25,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..door import replays_of
 from ..settings.config import RolloutCorrectionConfig
+from ..settings.effects import shares_gradient
 from .batches import BatchCorrectionMixin
 from .completions import read_logprobs
 from .engine_arguments import engine_arguments
@@ -307,9 +308,8 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
             unread = [f"`{key}`" for key in ("advantages", self._anchor_key) if key not in loss_pass.inputs.read]
             if unread and not own:
                 raise not_in_loss(f"it does not read {' and '.join(unread)} from the batch")
-            per_token = getattr(self, "importance_sampling_level", "token") == "token"
             self._gradient_checked = loss_pass.gradient_check.passes(
-                loss, own=own, per_token=per_token, alone=self.beta == 0.0
+                loss, own=own, per_token=not shares_gradient(vars(self.args)), alone=self.beta == 0.0
             )
         return loss
 

@@ -15,7 +15,7 @@ import torch
 
 from .. import door
 from ..messages import SettingError, warn, warn_idle
-from ..settings.effects import effects, truncations
+from ..settings.effects import effects, shares_gradient, truncations
 from ..settings.fields import LOSS_TYPES
 from ..settings.presets import DEFAULT
 from ..settings.resolve import Settings
@@ -101,7 +101,7 @@ def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     default.
     """
     asked = config.given & {"rollout_is", "rollout_rs"}
-    if not asked or not settings.changes_loss or config.importance_sampling_level != "sequence":
+    if not asked or not settings.changes_loss or not shares_gradient(vars(config)):
         return
     weights = f"rollout_is={settings.rollout_is!r}"
     acting = [f"`{weights if name == 'rollout_is' else name}`" for name in settings.acting_on_parts]
