@@ -1,16 +1,20 @@
 """Logs of trackers: `diagnose`, `report` and `examine` read them as they read the state of the trainer."""
 
 import csv
+import itertools
 import json
+import math
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from tests.dumps import make_dump
 from tests.test_trl_log import FLAT
-from trl_rollout_corr import examine
+from trl_rollout_corr import RolloutCorrectionConfig, examine
 from trl_rollout_corr.__main__ import main
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.stock import GAP, LENGTH, RATIO
 
 
@@ -228,6 +232,84 @@ def test_examine_reads_the_metrics_of_this_package_with_the_prefix_of_a_tracker(
     assert (
         [(alarm.bound, alarm.step) for alarm in examine(of_tracker)] == [(a.bound, a.step) for a in examine(log)] != []
     )
+
+
+def with_evaluations(windows):
+    """Rows of training, each followed by one of an evaluation, as Transformers gives them to a tracker."""
+    of_training = [{"train/global_step": step, "train/loss": 0.1, **window} for step, window in enumerate(windows, 1)]
+    return [row for entry in of_training for row in (entry, {"train/global_step": 1, "eval/loss": 0.1})]
+
+
+@pytest.mark.parametrize("columns", [None, "rollout_corr|global_step"])
+def test_examine_takes_no_cell_that_a_table_leaves_empty_for_a_number(columns):
+    """`run.history()` of W&B is a table of pandas, whose rows of evaluations are NaN in the columns of training."""
+    measured = {"kl": 0.001, "k3_kl": 0.001, "nonfinite_fraction": 0.0, "effective_lr": 1.0}
+    window = {f"train/rollout_corr/{key}": x for key, x in measured.items()}
+    later_visits = {"train/rollout_corr/update_k3_kl": 0.001}
+    table = pd.DataFrame(with_evaluations([window, later_visits] * 8))
+    rows = (table if columns is None else table.filter(regex=columns)).to_dict("records")
+    assert any(math.isnan(row["train/rollout_corr/nonfinite_fraction"]) for row in rows)
+    assert examine(rows) == []
+    empty = {**window, **dict.fromkeys(window, math.nan)}
+    table = pd.DataFrame(with_evaluations([window, empty, empty] * 8))
+    assert [alarm.bound for alarm in examine(table.to_dict("records"))] == ["no_tokens"]
+
+
+def test_a_ratio_that_is_missing_in_a_table_is_not_one_that_is_no_number(tmp_path, capsys):
+    (tmp_path / "rows.json").write_text(json.dumps(TABLE.to_dict("records")))
+    assert "NaN" in (tmp_path / "rows.json").read_text()
+    assert "not_a_number" not in [cause["cause"] for cause in diagnosed(capsys, tmp_path / "rows.json")[0]["causes"]]
+    rows = [{**row, f"train/{RATIO}": math.nan} if f"train/{RATIO}" in row else row for row in ROWS]
+    (tmp_path / "rows.json").write_text(json.dumps(pd.DataFrame(rows).to_dict("records")))
+    assert [cause["cause"] for cause in diagnosed(capsys, tmp_path / "rows.json")[0]["causes"]] == ["not_a_number"]
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf, "nan", None, "x"])
+def test_examine_takes_a_step_that_is_no_number_for_unknown(step):
+    log = [{"step": step, "loss": 0.1, "rollout_corr/k3_kl": 2.0, "rollout_corr/kl": 2.0}] * 9
+    assert [alarm.step for alarm in examine(log)] == [0] * len(examine(log)) != []
+
+
+def test_examine_reads_numbers_of_numpy():
+    log = [{"step": step, "rollout_corr/k3_kl": 2.0, "rollout_corr/kl": 2.0} for step in range(1, 10)]
+    of_numpy = [{key: np.float32(x) if key != "step" else np.int64(x) for key, x in row.items()} for row in log]
+    assert examine(of_numpy) == examine(log) != []
+
+
+NUMBERS = (math.inf, -math.inf, math.nan, 1e308, -1e308, 1e-320, 0.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    "metric", sorted({bound.metric for bound in BOUNDS.values()} | {"rollout_corr/kl", "entropy"})
+)
+@pytest.mark.parametrize("correction", ["disabled", "auto"])
+def test_no_number_in_a_log_raises_an_error(metric, correction):
+    healthy = dict.fromkeys(("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative", "surprise"), 0.2)
+    settings = RolloutCorrectionConfig(rollout_correction=correction).settings
+    for number, other in itertools.product(NUMBERS, (0.2, math.inf, 1e308)):
+        log = [
+            {
+                **{"step": step, "loss": 0.1, "entropy": 0.2, LENGTH: 90.0},
+                **{f"rollout_corr/{key}": x for key, x in healthy.items()},
+                metric: number if step % 2 else other,
+            }
+            for step in range(1, 25)
+        ]
+        for alarm in examine(log, settings):
+            assert str(alarm)
+
+
+@pytest.mark.parametrize("key", ["kl", "k3_kl"])
+def test_report_reads_a_log_with_infinity(key, tmp_path, capsys):
+    log = [
+        {"step": step, "rollout_corr/k3_kl": 0.5, "rollout_corr/kl": 0.2, "reward": 0.1}
+        | {f"rollout_corr/{key}": math.inf if step % 2 else 0.2}
+        for step in range(1, 12)
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    assert "Infinity" in (tmp_path / "trainer_state.json").read_text()
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
+    assert capsys.readouterr().out.startswith("Act now. `k3_kl` has been at least")
 
 
 def test_an_empty_answer_of_examine_means_healthy():

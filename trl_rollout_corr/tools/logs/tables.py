@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,16 +140,7 @@ def from_parquet(path: Path) -> Runs:
     """A history that W&B or Trackio has exported."""
     with pq.ParquetFile(path) as file:
         rows = file.read().to_pylist()
-    missing = {key for key in _keys(rows) if all(_is_missing(row.get(key)) for row in rows)}
-    return by_run([{key: x for key, x in row.items() if key not in missing and not _is_missing(x)} for row in rows])
-
-
-def _keys(rows: Rows) -> list[str]:
-    return list(rows[0]) if rows else []
-
-
-def _is_missing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return by_run(rows)
 
 
 def by_run(rows: Iterable[Mapping[str, Any]]) -> Runs:

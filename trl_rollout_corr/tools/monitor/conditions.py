@@ -7,8 +7,13 @@ from .windows import Window
 
 
 def without_tokens(window: Window) -> float | None:
-    """1 if no token was left in the loss, which makes its statistics NaN (perhaps null in JSON); else 0."""
+    """
+    1 if no token was left in the loss, which makes its statistics NaN (perhaps null in JSON); else 0, also for a
+    window of later visits, in which a table has no value of the first visit.
+    """
     share = window.metrics.get(f"{PREFIX}nonfinite_fraction", 0.0)
+    if window.get("update_k3_kl") is not None:
+        return 0.0
     return float(share is None or (isinstance(share, float) and math.isnan(share)))
 
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .stock import is_stock_window
+from ...messages import PREFIX, plain
+from .stock import OF_TRL, is_stock_window, value_of
 from .windows import is_training_window
 
 
@@ -21,6 +22,8 @@ WITHOUT_METRICS = (
 # there
 STEPS = ("step", "train/global_step", "global_step", "training/global_step", "Step", "_step")
 _TRAIN, _EVALUATION = "train/", "eval/"
+# Beginnings of keys of which each entry of training has at least one number
+_OF_TRAINING = ("loss", "learning_rate", "grad_norm", PREFIX, OF_TRL)
 _NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as JSON of trackers has them
 
 
@@ -32,26 +35,32 @@ def is_window(entry: Mapping[str, object]) -> bool:
 def as_logged(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     Rows of a history with the keys that the trainer logged: without the prefixes of trackers, and with the optimizer
-    step as `step`, where it is known. A missing value (`None`) is left out.
+    step as `step`, where it is known. A missing value is left out: `None`, or NaN in a row of something else than
+    training, because a table has a cell for every metric in each row.
     """
-    rows = [dict(row) for row in history]
-    renamed = [{_key(key): _value(value) for key, value in row.items() if value is not None} for row in rows]
+    rows = [{str(key): _value(value) for key, value in row.items() if value is not None} for row in history]
+    renamed = [_without_missing({_key(key): value for key, value in row.items()}) for row in rows]
     windows = [row for row, entry in zip(rows, renamed, strict=True) if is_window(entry)]
-    counted = next((key for key in STEPS if any(row.get(key) is not None for row in windows)), "step")
+    counted = next((key for key in STEPS if any(value_of(row, key) is not None for row in windows)), "step")
     for row, entry in zip(rows, renamed, strict=True):
-        if (step := row.get(counted)) is not None:
-            entry["step"] = _value(step)
-        elif counted != "step":
-            entry.pop("step", None)
+        entry.pop("step", None)
+        if value_of(row, counted) is not None:
+            entry["step"] = row[counted]
     return renamed
 
 
-def _key(key: object) -> str:
-    name = str(key)
+def _without_missing(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry whose NaN are results: all of them in training, and none elsewhere."""
+    if any(key.startswith(_OF_TRAINING) and value_of(entry, key) is not None for key in entry):
+        return entry
+    return {key: value for key, value in entry.items() if not (isinstance(value, float) and math.isnan(value))}
+
+
+def _key(name: str) -> str:
     if name.startswith(_EVALUATION):
         return f"eval_{name.removeprefix(_EVALUATION)}"
     return name.removeprefix(_TRAIN)
 
 
 def _value(value: Any) -> Any:
-    return _NO_NUMBERS.get(value, value) if isinstance(value, str) else value
+    return _NO_NUMBERS.get(value, value) if isinstance(value, str) else plain(value)

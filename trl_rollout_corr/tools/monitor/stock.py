@@ -8,7 +8,8 @@ from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 
 
-_RATIO, _GAP = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
+OF_TRL = "sampling/"  # begins the keys of TRL's own correction
+_RATIO, _GAP = f"{OF_TRL}importance_sampling_ratio", f"{OF_TRL}sampling_logp_difference"
 # Keys of TRL, as `GRPOTrainer` logs them
 RATIO, RATIO_MIN, RATIO_MAX = f"{_RATIO}/mean", f"{_RATIO}/min", f"{_RATIO}/max"  # after truncation or masking
 GAP, GAP_MAX = f"{_GAP}/mean", f"{_GAP}/max"  # absolute difference of log-probabilities, in nats per token

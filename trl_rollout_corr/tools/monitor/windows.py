@@ -18,6 +18,7 @@ from .stock import value_of
 
 # Types of a key-value cache that round no more than the model does
 _PLAIN = ("auto", "bfloat16", "float16", "float32", "half", "float")
+_LARGEST = 1e100  # number of which means and deviations are taken
 # Between the policy that sampled and the policy that trains
 _GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative", "surprise")
 
@@ -25,6 +26,11 @@ _GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative", "surpr
 def windows_of(steps: int, spacing: int, *, at_most: int) -> int:
     """Number of windows of `spacing` optimizer steps that cover `steps`, between 2 and `at_most`."""
     return min(at_most, max(2, math.ceil(steps / spacing)))
+
+
+def finite(value: float | None) -> float | None:
+    """A number whose square is finite as well; `None` for another one."""
+    return value if value is not None and abs(value) < _LARGEST else None
 
 
 class Course:
@@ -67,11 +73,11 @@ class Course:
         """Add a window."""
         # a window of later visits alone has the gap of updates, and no ratios that an age could explain
         visits = f"{PREFIX}update_k3_kl" in window.metrics and f"{PREFIX}k3_kl" not in window.metrics
-        began, staleness = self._step, 0.0 if visits else window.age or 0.0
+        began, staleness = self._step, 0.0 if visits else finite(window.age) or 0.0
         self.spacing, self._step = max(window.step - began, 1), window.step
         self.settled = staleness <= min(self._oldest, began)
         self._oldest = max(self._oldest, staleness)
-        kl, k3 = window.get("kl"), window.get("k3_kl")
+        kl, k3 = finite(window.get("kl")), finite(window.get("k3_kl"))
         if kl is not None and k3 is not None:
             if len(self._first) < self.BEGINNING:
                 self._first.append((window.step, kl, k3))
@@ -82,13 +88,13 @@ class Course:
         if k3 is not None and window.step in self.EARLY:
             self._early.append(k3)
         self._keep_first(self._cut, window.cut)
-        self._keep_first(self._weights, window.get("rollout_is_mean"))
-        self._keep_first(self._scored_again, window.get("fresh_k3_kl"))
-        if (beyond := window.beyond_entropy) is not None:
+        self._keep_first(self._weights, finite(window.get("rollout_is_mean")))
+        self._keep_first(self._scored_again, finite(window.get("fresh_k3_kl")))
+        if (beyond := finite(window.beyond_entropy)) is not None:
             self._surprise.append(beyond)
-        if (rewarded := window.get("kl_advantage_positive")) is not None:
+        if (rewarded := finite(window.get("kl_advantage_positive"))) is not None:
             self._rewarded.append(rewarded)
-            if (punished := window.get("kl_advantage_negative")) is not None:
+            if (punished := finite(window.get("kl_advantage_negative"))) is not None:
                 self._by_sign.append(punished - rewarded)
 
     def _keep_first(self, kept: list[float], value: float | None) -> None:
