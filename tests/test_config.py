@@ -259,7 +259,7 @@ def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
         ({"rollout_metrics_only": True}, "auto"),
         ({"vllm_importance_sampling_mode": "token_truncate"}, "trl"),
         ({"vllm_importance_sampling_correction": False}, "trl"),
-        ({"loss_type": "vespo"}, "trl"),
+        ({"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"}, "trl"),
     ],
 )
 def test_the_default_is_auto_and_trl_for_who_sets_its_correction(other, preset):
@@ -802,7 +802,11 @@ def test_the_docstring_has_the_default_of_each_field():
     [
         (
             {"rollout_correction": "auto", "loss_type": "vespo"},
-            "`loss_type` is 'vespo'.* to 'trl', of which a token mode",
+            "`loss_type` is 'vespo'.* or set `rollout_correction` to trl, or only measure",
+        ),
+        (
+            {"use_vllm": True, "loss_type": "vespo"},
+            "is 'sequence_mask', which TRL refuses .* Set it to token_truncate",
         ),
         (
             {"rollout_correction": "bypass_dppo_tv", "importance_sampling_level": "sequence"},

@@ -182,8 +182,11 @@ def test_no_field_is_advised_against_without_its_name(name):
     assert decision.set == {} or name in decision.remove
 
 
+VESPO = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"}
+
+
 def test_a_loss_that_takes_no_correction_is_left():
-    config = config_of("GRPO", {"loss_type": "vespo"})
+    config = config_of("GRPO", VESPO)
     assert decide(config.settings, vars(config)).set == {}
     assert "`loss_type: vespo`" in in_words(decide(config.settings, vars(config)))
 
@@ -346,7 +349,7 @@ MODES = {
     "bfloat16": {"model_init_kwargs": {"dtype": "bfloat16"}},
     "several steps": {"steps_per_generation": 4, "num_iterations": 2},
     "SAPO": {"loss_type": "sapo"},
-    "VESPO": {"loss_type": "vespo"},
+    "VESPO": VESPO,
     "float16": {"model_init_kwargs": {"dtype": "float16"}},
     "kept tokens": {"rollout_support": "replay", "top_p": 0.9},
     "experts": {"rollout_routing": "replay"},
@@ -521,7 +524,7 @@ def test_the_advice_of_every_alarm_is_possible_in_the_run_that_gets_it(trainer, 
         if bound.applies(window):
             advised |= {*values_in(fill(bound.advice, window, value=0.4, limit=0.5, side="below"))}
     assert advised
-    for name, value in advised:
+    for ((name, value),) in advised:  # an alarm names one field at a time
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             config = CLASSES[trainer](**MACHINE, **{**fields, name: value})
@@ -539,15 +542,24 @@ HERE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "
 
 
 def values_in(text):
-    """Fields and values that a text says to set."""
-    pairs = re.findall(r"`(\w+)` to (\w+)", text) + re.findall(r"`(\w+): ([^`]+)`", text)
-    return [(name, yaml.safe_load(value)) for name, value in pairs if name in KNOWN and value not in ("it", "their")]
+    """Fields and values that a text says to set: a tuple of pairs for each advice, which may name two fields."""
+    one = r"`(\w+)` to (\w+)"
+    both = [((a, x), (b, y)) for a, x, b, y in re.findall(f"{one} and {one}", text)]
+    others = re.sub(f"{one} and {one}", "", text)
+    alone = [(pair,) for pair in re.findall(one, others) + re.findall(r"`(\w+): ([^`]+)`", text)]
+    return [
+        tuple((name, yaml.safe_load(value)) for name, value in pairs)
+        for pairs in both + alone
+        if all(name in KNOWN and value not in ("it", "their") for name, value in pairs)
+    ]
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     ("GRPO", {"rollout_correction": "auto", "loss_type": "vespo"}),
+    ("GRPO", {**HERE, "rollout_correction": "auto", "loss_type": "vespo"}),
+    ("GRPO", {**HERE, "loss_type": "vespo"}),
     ("GRPO", {"rollout_correction": "bypass_pg_is", "loss_type": "cispo"}),
     ("GRPO", {"rollout_correction": "bypass_pg_is", "importance_sampling_level": "sequence"}),
     ("GRPO", {"rollout_is": "token", "rollout_is_threshold": [[0, 1], [1, 1]]}),
@@ -574,6 +586,6 @@ def test_the_remedy_of_every_error_can_be_followed(trainer, fields):
     subject = re.findall(r"`(\w+)`", message)[0]
     advised = [*values_in(re.sub(r"\b([Ss])et it to", rf"\1et `{subject}` to", message).replace("'", ""))]
     assert advised, message
-    for name, value in advised:
-        config = CLASSES[trainer](**MACHINE, **{**fields, name: value})
-        assert getattr(config, name) == value
+    for pairs in advised:
+        config = CLASSES[trainer](**MACHINE, **{**fields, **dict(pairs)})
+        assert [getattr(config, name) for name, _ in pairs] == [value for _, value in pairs]

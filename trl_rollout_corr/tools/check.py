@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ..messages import SelfContainedError, SettingError, __version__, nearest
 from ..settings.names import instead_of
 from ..settings.presets import DEFAULT
-from ..settings.trl_correction import DEFAULTS_OF_TRL, MODE
+from ..settings.trl_correction import DEFAULTS_OF_TRL
 from .bands import ROUNDED
 from .formats import visible
 from .translation.dotted_settings import system_of
@@ -246,11 +246,6 @@ def _refused_by_trainer(config: Any, settings: Mapping[str, Any]) -> list[str]:
         )
     if getattr(config, "sync_ref_model", False) and config.beta == 0:
         mistakes.append("`sync_ref_model` is true while `beta` is 0, so that there is no reference model. Remove it.")
-    mode = getattr(config, MODE, "")
-    if getattr(config, "loss_type", "") == "vespo" and config.settings.by_trl and mode.startswith("sequence"):
-        mistakes.append(
-            f"`{MODE}` is {mode!r} with `loss_type: vespo`, which TRL refuses. Set it to token_truncate or token_mask."
-        )
     return mistakes
 
 

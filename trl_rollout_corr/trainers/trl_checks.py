@@ -19,7 +19,7 @@ from ..settings.effects import effects, shares_gradient, truncations
 from ..settings.fields import LOSS_TYPES
 from ..settings.presets import DEFAULT
 from ..settings.resolve import Settings
-from ..settings.trl_correction import PREFIX_OF_TRL
+from ..settings.trl_correction import MODE, PREFIX_OF_TRL
 
 
 # vLLM samples greedily at 0, and raises lower temperatures to this one
@@ -55,15 +55,23 @@ def check_loss_type(config: Any, _: Settings | None = None) -> None:
 
 
 def check_weights_of_loss(config: Any, settings: Settings) -> None:
-    """Refuse a loss that applies its own importance weights."""
-    if settings.changes_loss and config.loss_type == "vespo":
+    """Refuse corrections that do not go with a loss that applies its own importance weights."""
+    if config.loss_type != "vespo":
+        return
+    mode = getattr(config, MODE)
+    is_refused = config.use_vllm and not mode.startswith("token")  # by TRL, once it has loaded the model
+    if settings.changes_loss:
+        and_mode = f" and `{MODE}` to token_truncate" if is_refused else ""
         raise SettingError(
             "loss_type",
             "vespo",
             "which has importance weights of its own, so no other weight or rejection can be applied to it",
-            remedy="Choose another `loss_type`, or set `rollout_correction` to 'trl', of which a token mode works "
-            "with it, or only measure: set `rollout_correction` to 'disabled', or `rollout_metrics_only` to true.",
+            remedy=f"Choose another `loss_type`, or set `rollout_correction` to trl{and_mode}, or only measure: set "
+            "`rollout_correction` to disabled, or `rollout_metrics_only` to true.",
         )
+    if settings.by_trl and settings.corrects and is_refused:
+        reason = "which TRL refuses with `loss_type='vespo'`"
+        raise SettingError(MODE, mode, reason, remedy="Set it to token_truncate or token_mask.")
 
 
 def check_reinforce(config: Any, settings: Settings) -> None:
