@@ -488,7 +488,10 @@ def test_the_types_of_the_server_are_in_the_dump(make, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_rollout_corr.asynchronous.server_pushes.AsyncRolloutWorker", WorkerHere)
     monkeypatch.setattr(trainer, "vllm_client", Namespace(server_url="http://there"), raising=False)
     monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)
-    with pytest.warns(UserWarning, match="The trainer computes in float32 and the sampler in bfloat16"):
+    with (
+        pytest.warns(UserWarning, match="The trainer computes in float32 and the sampler in bfloat16"),
+        pytest.warns(UserWarning, match="keeps keys and values in fp8_e5m2, .* without `--kv-cache-dtype`"),
+    ):
         trainer.train()
     about = open_dump(tmp_path / "dump").about
     assert (about["sampler_dtype"], about["kv_cache_dtype"]) == ("bfloat16", "fp8_e5m2")

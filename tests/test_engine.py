@@ -123,6 +123,13 @@ def test_no_quantization_leaves_what_trl_asks_for(tmp_path, monkeypatch):
 def test_different_types_warn():
     with pytest.warns(UserWarning, match="The trainer computes in float16 and the sampler in bfloat16"):
         check_types({"trainer_dtype": "float16", "sampler_dtype": "bfloat16"})
+    with pytest.warns(
+        UserWarning, match="keeps keys and values in fp8, .*Remove `kv_cache_dtype` from `rollout_engine"
+    ):
+        check_types({"kv_cache_dtype": "fp8"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_types({"trainer_dtype": "bfloat16", "sampler_dtype": "bfloat16", "kv_cache_dtype": "auto"})
 
 
 @pytest.mark.slow

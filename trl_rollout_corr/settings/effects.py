@@ -79,6 +79,11 @@ def shares_gradient(fields: Mapping[str, Any]) -> bool:
     return fields.get("importance_sampling_level") == "sequence" and fields.get("loss_type") != "cispo"
 
 
+def rounds_cache(dtype: object) -> bool:
+    """True if vLLM keeps keys and values of this `kv_cache_dtype` in 8 bits or fewer."""
+    return str(dtype or "auto").startswith(("fp8", "int8", "nvfp4"))
+
+
 # TRL's own correction ------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from importlib.metadata import packages_distributions, version
 from typing import Any, NoReturn
 
 from ..messages import SelfContainedError, SettingError, __version__, nearest
+from ..settings.effects import rounds_cache
 from ..settings.names import instead_of
 from ..settings.presets import DEFAULT
 from ..settings.trl_correction import DEFAULTS_OF_TRL
@@ -278,8 +279,8 @@ def _rounding_of_experts(kwargs: Mapping[str, Any]) -> list[str]:
 
 def _rounding_of_cache(kwargs: Mapping[str, Any]) -> list[str]:
     """A sentence about keys and values of 8 bits or fewer, which no correction was compared for."""
-    dtype = str(kwargs.get("kv_cache_dtype") or "auto")
-    if not dtype.startswith(("fp8", "int8", "nvfp4")):
+    dtype = kwargs.get("kv_cache_dtype")
+    if not rounds_cache(dtype):
         return []
     return [
         f"`rollout_engine_kwargs` sets `kv_cache_dtype: {dtype}`, which opens a gap of its own: `k3_kl` was up to "

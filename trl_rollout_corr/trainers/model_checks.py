@@ -6,10 +6,17 @@ import torch
 from transformers import PreTrainedModel
 
 from ..messages import warn
+from ..settings.effects import rounds_cache
 
 
 def check_types(metadata: Mapping[str, str]) -> None:
-    """Warn if trainer and sampler compute in different types."""
+    """Warn if trainer and sampler compute in different types, or if the sampler rounds keys and values to 8 bits."""
+    if rounds_cache(cache := metadata.get("kv_cache_dtype")):
+        warn(
+            f"The sampler keeps keys and values in {cache}, which opens a gap of its own. Remove `kv_cache_dtype` "
+            "from `rollout_engine_kwargs`, or start the server without `--kv-cache-dtype`: the cache then has the "
+            "type of the model."
+        )
     trainer, sampler = metadata.get("trainer_dtype"), metadata.get("sampler_dtype")
     if trainer and sampler and trainer != sampler and "quantization" not in metadata:  # quantization is coarser
         lost = ", and small updates get lost in the sampler until they add up" if trainer == "float32" else ""

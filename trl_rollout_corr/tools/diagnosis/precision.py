@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ...settings.effects import rounds_cache
 from ..bands import ROUNDED
 from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
 from .observed import DumpedTokens
@@ -162,7 +163,7 @@ def quantised(tokens: DumpedTokens) -> Evidence | None:
 
 def caches_in_low_precision(about: Mapping[str, str]) -> bool:
     """True if the engine reports that it keeps keys and values in 8 bits or less."""
-    return about.get("kv_cache_dtype", "auto").startswith(("fp8", "int8", "nvfp4"))
+    return rounds_cache(about.get("kv_cache_dtype"))
 
 
 def head(tokens: DumpedTokens) -> Evidence | None:
