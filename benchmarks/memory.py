@@ -89,7 +89,7 @@ def measure(name: str, temperature: float, length: int, model: Path) -> dict[str
     import step
     from transformers import TrainerCallback
 
-    from trl_rollout_corr.tools.arrival.rescore import Rescore
+    from trl_rollout_corr.pushes.rescore import Rescore
 
     peaks = Peaks()
     step.CONTESTANTS[name] = (*(step.GRPO if "TRL" in name else step.OUR_GRPO), ARMS[name])

@@ -44,8 +44,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from trl_rollout_corr.correction.functional import k3
-from trl_rollout_corr.tools.arrival import rescore
-from trl_rollout_corr.tools.arrival.rescore import MOST, SURE, Rescore, is_due
+from trl_rollout_corr.pushes import rescore
+from trl_rollout_corr.pushes.rescore import MOST, SURE, Rescore, is_due
 
 
 WAYS = {"ours": "base + delta", "trl": "TRL's merge"}
@@ -55,7 +55,7 @@ ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora
 
 def merging(way: str) -> Any:
     """Context in which an adapter is pushed in one of two ways."""
-    name = "trl_rollout_corr.tools.arrival.adapters.leaving_base_alone"
+    name = "trl_rollout_corr.pushes.merged_adapters.leaving_base_alone"
     return patch(name, lambda *args: nullcontext(False)) if way == "trl" else nullcontext()
 
 
@@ -235,7 +235,7 @@ def memory(way: str, model: Path) -> float:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from trl_rollout_corr.tools.arrival.adapters import leaving_base_alone
+    from trl_rollout_corr.pushes.merged_adapters import leaving_base_alone
 
     policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16), ADAPTER)
 

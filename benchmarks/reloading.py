@@ -5,7 +5,7 @@ from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_rollout_corr.trainers.pushes import needs_reload, push_through_reload, sending
+from trl_rollout_corr.pushes.pushes import needs_reload, push_through_reload, sending
 
 
 def push_by_reload(generation: VLLMGeneration) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from trl_rollout_corr.pushes.reloading import push
 from trl_rollout_corr.tools.diagnosis.observed import k3_of
 from trl_rollout_corr.tools.probe.parts import (
     BODY,
@@ -48,7 +49,6 @@ from trl_rollout_corr.tools.probe.parts import (
 )
 from trl_rollout_corr.tools.probe.probe import in_process
 from trl_rollout_corr.tools.probe.process import Probe, build, run
-from trl_rollout_corr.trainers.reloading import push
 
 
 CLOSE = 0.2  # of the size, within which a part is found

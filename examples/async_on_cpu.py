@@ -29,7 +29,7 @@ from trl_rollout_corr import RolloutCorrectedAsyncGRPOTrainer
 # TRL's module, which is in another place from release to release
 _TRL: Any = sys.modules[RolloutCorrectedAsyncGRPOTrainer._trl_class.__module__]
 _CLIENT = getattr(_TRL, "AsyncVLLMClient", None) or _TRL.VLLMClient
-_EXTENSION = "trl_rollout_corr.tools.arrival.worker.PackingWorker"
+_EXTENSION = "trl_rollout_corr.worker.PackingWorker"
 
 
 @contextmanager
@@ -54,7 +54,7 @@ class DiskWeightTransfer:
     loads them (`/collective_rpc`), and requests go on. A completion in progress is finished with the new weights.
 
     The server must be started with `VLLM_SERVER_DEV_MODE=1`; on a CPU also with `--worker-extension-cls
-    trl_rollout_corr.tools.arrival.worker.PackingWorker`. The folder is made if it is missing, and the weights are removed when
+    trl_rollout_corr.worker.PackingWorker`. The folder is made if it is missing, and the weights are removed when
     training ends. `timeout` is in seconds, for one synchronisation.
     """
 

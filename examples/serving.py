@@ -23,7 +23,7 @@ _NEEDED = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the rollout worker keeps connections while its queue is full
 }
 # Packs all weights again when new ones come, on a CPU
-_EXTENSION = ["--worker-extension-cls", "trl_rollout_corr.tools.arrival.worker.PackingWorker"]
+_EXTENSION = ["--worker-extension-cls", "trl_rollout_corr.worker.PackingWorker"]
 # Stops the server when the pipe to this program closes, be it because the program was killed. The server waits for requests
 # that are under way, which may be paused for ever
 _WATCHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -TERM $$; sleep 20; kill -KILL -$$) & exec "$@" 3<&- </dev/null'

@@ -54,7 +54,7 @@ class ReplicasHere(WeightsStay):
 
     @torch.no_grad()
     def score(self, url, name, text, replica):
-        """As `tools.arrival.server.score_on_server`."""
+        """As `pushes.server_api.score_on_server`."""
         logps = self.models[replica](torch.tensor([text])).logits[0, :-1].log_softmax(-1)
         return logps.gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
 

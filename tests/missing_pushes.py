@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from trl_rollout_corr.tools.arrival.worker import PackingWorker
+from trl_rollout_corr.worker import PackingWorker
 
 
 class MissingPushes(PackingWorker):

@@ -10,10 +10,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, messages, saying
-from trl_rollout_corr.tools.arrival.adapters import leaving_base_alone
+from trl_rollout_corr.pushes.merged_adapters import leaving_base_alone
+from trl_rollout_corr.pushes.pushes import refuse_packed_base
 from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
 from trl_rollout_corr.tools.diagnosis.text import evidence
-from trl_rollout_corr.trainers.pushes import refuse_packed_base
 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -166,7 +166,7 @@ def frozen(trainer) -> dict[str, torch.Tensor]:
 
 def merging_as_trl(monkeypatch):
     """Pushes with TRL's own merge."""
-    monkeypatch.setattr("trl_rollout_corr.tools.arrival.adapters.leaving_base_alone", lambda *args: nullcontext())
+    monkeypatch.setattr("trl_rollout_corr.pushes.merged_adapters.leaving_base_alone", lambda *args: nullcontext())
 
 
 @pytest.mark.seam

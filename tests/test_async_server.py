@@ -25,7 +25,7 @@ from tests.dumps import read_dump
 from tests.launching import ACCELERATE, ROOT, free_port, output_of, serving
 from tests.tiny import StaleSampler, build_tiny_model, build_tiny_tokenizer, load_model
 from tests.training import logged, messages
-from trl_rollout_corr.tools.arrival.server import check_patterns
+from trl_rollout_corr.pushes.server_api import check_patterns
 from trl_rollout_corr.tools.dump.reading import open_dump
 
 
@@ -238,7 +238,7 @@ def test_a_push_in_the_middle_of_a_completion(tmp_path):
 def test_what_a_server_holds_is_checked(chat_model, tmp_path, monkeypatch, caplog, lost):
     """With our extension of its worker a push that fails ends the run, and without it there is a warning."""
     from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
-    from trl_rollout_corr.tools.arrival import push_checks
+    from trl_rollout_corr.pushes import push_checks
 
     transfer_class = parts_for_a_cpu().DiskWeightTransfer
     load = transfer_class._load
@@ -272,11 +272,11 @@ def test_a_replica_that_misses_pushes_is_told(chat_model, tmp_path, monkeypatch,
     every second push. Scores come after pushes that it misses, and after the first.
     """
     from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
-    from trl_rollout_corr.tools.arrival import server as arrival
+    from trl_rollout_corr.pushes import server_api
 
     extension, misses = "tests.missing_pushes.MissingPushes", tmp_path / "misses"
     monkeypatch.setattr(parts_for_a_cpu(), "_EXTENSION", extension)
-    monkeypatch.setattr(arrival, "EXTENSION", extension)
+    monkeypatch.setattr(server_api, "EXTENSION", extension)
     options = [*LIMITS, "--data-parallel-size", "2", "--worker-extension-cls", extension]
     transfer_class, missed = parts_for_a_cpu().DiskWeightTransfer, {"nothing": [], "second": [2, 4, 6, 8]}
     load, fresh = transfer_class._load, {}

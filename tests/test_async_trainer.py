@@ -548,7 +548,7 @@ def test_a_gap_around_which_trls_loss_clips_is_called_corrected(make, caplog, of
 def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch, caplog, misses):
     """Each of them, also those after the first push, and where every step is logged."""
     from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
-    from trl_rollout_corr.tools.arrival import scoring_sampler
+    from trl_rollout_corr.pushes import scoring_sampler
 
     replicas = ReplicasHere(tiny_model_path, misses)
     monkeypatch.setattr(scoring_sampler, "score_on_server", replicas.score)
@@ -556,7 +556,7 @@ def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch,
     server = {"parallel_config": {"data_parallel_size": 2}, "model_config": {"logprobs_mode": "processed_logprobs"}}
     monkeypatch.setattr("trl_rollout_corr.trainers.batches.read_configuration", lambda url: server)
     # as if 9, the odd ones, were far away
-    monkeypatch.setattr("trl_rollout_corr.tools.arrival.rescore.is_due", {1, 2, 4, 9}.__contains__)
+    monkeypatch.setattr("trl_rollout_corr.pushes.rescore.is_due", {1, 2, 4, 9}.__contains__)
     fields = {"max_steps": 10, "logging_steps": 1, "learning_rate": 1e-4}
     trainer = make({"lags": (0,)}, extra={"weight_transfer": replicas}, rollout_monitor="warn", **fields)
     steps = losses(trainer)
@@ -575,7 +575,7 @@ def test_scores_after_pushes_reach_the_alarm(make, tiny_model_path, monkeypatch,
 def test_a_server_scores_texts_for_whose_logits_it_has_memory(make, tiny_model_path, monkeypatch, requests, longest):
     """It computes the logits of a whole text at once, so that long completions are cut."""
     from trl_rollout_corr.asynchronous.server_pushes import PushesToServer
-    from trl_rollout_corr.tools.arrival import rescore, scoring_sampler
+    from trl_rollout_corr.pushes import rescore, scoring_sampler
 
     replicas, lengths = ReplicasHere(tiny_model_path), []
 

@@ -24,12 +24,12 @@ from trl_rollout_corr.correction.age import (
 )
 from trl_rollout_corr.correction.groups import add_up_groups
 from trl_rollout_corr.messages import PREFIX
+from trl_rollout_corr.pushes.push_checks import Unmoved
+from trl_rollout_corr.pushes.rescore import Rescored
+from trl_rollout_corr.replay.router_hooks import Flips
 from trl_rollout_corr.settings.criteria import CRITERIA
-from trl_rollout_corr.tools.arrival.push_checks import Unmoved
-from trl_rollout_corr.tools.arrival.rescore import Rescored
 from trl_rollout_corr.tools.bands import HEALTHY, band_in_words
 from trl_rollout_corr.tools.monitor.examine import examine
-from trl_rollout_corr.tools.replay.router_hooks import Flips
 from trl_rollout_corr.trainers.age_notice import AgeNotice
 
 

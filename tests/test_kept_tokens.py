@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, VLLM, build, logged, micro_batches
-from trl_rollout_corr.tools.probe.process import Probe
-from trl_rollout_corr.tools.replay import kept_tokens as module
-from trl_rollout_corr.tools.replay.choices import check_kept_tokens
-from trl_rollout_corr.tools.replay.kept_tokens import (
+from trl_rollout_corr.replay import kept_tokens as module
+from trl_rollout_corr.replay.choices import check_kept_tokens
+from trl_rollout_corr.replay.kept_tokens import (
     KEPT,
     KEPT_SIZES,
     Sets,
@@ -20,6 +19,7 @@ from trl_rollout_corr.tools.replay.kept_tokens import (
     kept_logps,
     over_kept_tokens,
 )
+from trl_rollout_corr.tools.probe.process import Probe
 from trl_rollout_corr.trainers.forward_pass import Rescoring
 
 
@@ -131,9 +131,7 @@ def test_without_truncation_nothing_is_cut(make):
 
 @pytest.mark.vllm
 def test_a_kept_set_that_the_candidates_do_not_hold_is_no_sample(make, monkeypatch):
-    monkeypatch.setattr(
-        "trl_rollout_corr.tools.replay.kept_tokens._TIES", -3
-    )  # as if four tokens tied with the last one
+    monkeypatch.setattr("trl_rollout_corr.replay.kept_tokens._TIES", -3)  # as if four tokens tied with the last one
     trainer = make(top_k=5, max_steps=1)
     trainer.train()
     assert logged(trainer, "nonfinite_fraction") == [1.0]

@@ -16,8 +16,8 @@ from tests.launching import HAS_ASYNCHRONOUS, run
 
 PACKAGE = Path(trl_rollout_corr.__file__).parent
 ROOT = Path(__file__).parents[1]
-# The core decides the loss and its metrics. A module imports modules above it
-CORE = {
+# The core decides the loss and its metrics. A module imports modules above it. What replays and pushes build on comes first
+LEAVES = {
     "": ["messages", "door"],
     "settings": [
         "criteria",
@@ -43,22 +43,51 @@ CORE = {
     "trainers": [
         "keys",
         "metadata",
-        "model_checks",
         "ranks",
-        "observer",
-        "watcher",
         "gradient_check",
         "completions",
         "forward_pass",
-        "replay",
+    ],
+}
+# What runs in the process of a server, too
+IN_A_SERVER = {"pushes": ["reloading", "fingerprints"], "": ["worker"]}
+# What makes choices of the sampler again, and what gives it weights
+ROOMS = {
+    "replay": [
+        "seam",
+        "routers",
+        "sampled_experts",
+        "router_hooks",
+        "capture",
+        "experts",
+        "kept_tokens",
+        "choices",
+        "on_demand",
+    ],
+    "pushes": [
+        "frozen_check",
+        "weight_check",
+        "merged_adapters",
+        "colocated_engine",
+        "server_api",
+        "scoring_sampler",
+        "rescore",
+        "push_checks",
+        "pushes",
+    ],
+}
+SEAM = {
+    "trainers": [
+        "model_checks",
+        "observer",
+        "watcher",
         "scoring",
         "versions",
+        "quantised_engine",
         "engine_arguments",
         "trl_checks",
         "trl_interface",
         "vllm_engine",
-        "reloading",
-        "pushes",
         "age_notice",
         "batches",
         "mixin",
@@ -66,6 +95,7 @@ CORE = {
         "rloo",
     ],
 }
+CORE = (LEAVES, IN_A_SERVER, ROOMS, SEAM)
 # What observes, explains and translates. It may import the core, and tools above it
 TOOLS = {
     "tools": [
@@ -74,7 +104,6 @@ TOOLS = {
         "document_search",
         "documents",
         "engine_checks",
-        "quantised_engine",
         "bands",
         "run_facts",
         "decision",
@@ -136,27 +165,6 @@ TOOLS = {
         "command",
         "first_step",
     ],
-    "tools.replay": [
-        "routers",
-        "sampled_experts",
-        "router_hooks",
-        "capture",
-        "experts",
-        "kept_tokens",
-        "choices",
-    ],
-    "tools.arrival": [
-        "fingerprints",
-        "frozen",
-        "adapters",
-        "worker",
-        "weights",
-        "engine",
-        "server",
-        "scoring_sampler",
-        "rescore",
-        "push_checks",
-    ],
     "tools.probe": ["parts", "set_up", "process", "probe"],
     "tools.analysis": ["run", "recompute", "compare"],
     "tools.report": [
@@ -196,9 +204,9 @@ def names(*parts: dict[str, list[str]]) -> list[str]:
     ]
 
 
-ORDER = names(CORE, TOOLS, {"tools": ["check"]}, OUTSIDE)
+ORDER = names(*CORE, TOOLS, {"tools": ["check"]}, OUTSIDE)
 WITHOUT_TORCH = [
-    *names({room: CORE[room] for room in ("", "settings")}),
+    *names({room: LEAVES[room] for room in ("", "settings")}),
     "tools.formats",
     "tools.recipes",
     "tools.document_search",
@@ -213,6 +221,8 @@ WITHOUT_TORCH = [
 WITHOUT_MATPLOTLIB = [name for name in ORDER[: ORDER.index("tools.report.drawing")] if name.startswith("tools.report")]
 MAY_IMPORT_TRL = (
     "trainers.",
+    "replay.choices",
+    "pushes.pushes",
     "asynchronous.",
     "axolotl.",
     "tools.check",
@@ -222,12 +232,13 @@ MAY_IMPORT_TRL = (
     "tools.probe.process",
     "tools.probe.set_up",
     "tools.engine_checks",
-    "tools.quantised_engine",
-    "tools.replay.choices",
 )
 WITHOUT_TRL = [name for name in ORDER if not name.startswith(MAY_IMPORT_TRL)]
 
 
+# Modules of rooms of the core that a run without replay, monitor and adapter does not load
+ALWAYS = ("seam", "on_demand", "pushes")
+ONLY_IF_ASKED = {room: [name for name in modules if name not in ALWAYS] for room, modules in ROOMS.items()}
 WITHOUT_TOOLS = [
     "correction.compute",
     "trainers.grpo",
@@ -270,14 +281,13 @@ def loaded_by(module: str) -> list[str]:
     return ours()
 
 
-def tools_after_training(correction: str) -> list[str]:
+def loaded_by_training(**fields) -> list[str]:
     forget()
     from tests.tiny import StaleSampler
     from tests.training import TRAINERS, build
 
-    build(*TRAINERS["grpo"], model, folder, sampler=StaleSampler(model), max_steps=1, rollout_monitor=None,
-          rollout_correction=correction).train()
-    return [name for name in ours() if name.startswith("trl_rollout_corr.tools")]
+    build(*TRAINERS["grpo"], model, folder, sampler=StaleSampler(model), max_steps=1, **fields).train()
+    return ours()
 
 
 found = {
@@ -286,7 +296,10 @@ found = {
     "trl": first_to_load(["trl", "transformers", "accelerate"], without_trl),
     "loaded": {module: loaded_by(module) for module in trainers},
 }
-found["tools"] = {correction: tools_after_training(correction) for correction in ("auto", "default")}
+found["unwatched"] = {
+    correction: loaded_by_training(rollout_correction=correction, rollout_monitor=None) for correction in ("auto", "default")
+}
+found["default"] = loaded_by_training(rollout_monitor="warn")
 forget()
 for name in [name for name in sys.modules if name.startswith("trl.experimental")]:
     del sys.modules[name]  # TRL warns when it is imported
@@ -368,7 +381,7 @@ def test_arrows_point_up_only():
 
 def test_the_core_and_the_trainers_import_no_tool():
     """The door imports tools, when a setting asks for them. A name in a string is a type or a link, and is not imported."""
-    for name in names(CORE, {room: OUTSIDE[room] for room in ("asynchronous", "axolotl")}):
+    for name in names(*CORE, {room: OUTSIDE[room] for room in ("asynchronous", "axolotl")}):
         if name != "door":
             path = PACKAGE / (name.replace(".", "/") + ".py")
             tools = [found for found in imported(path) if found.startswith("tools")]
@@ -391,7 +404,16 @@ def test_what_decides_the_loss_loads_no_tool(imports, module):
 
 @pytest.mark.parametrize("correction", ["auto", "default"])
 def test_a_training_without_a_monitor_loads_no_tool(imports, correction):
-    assert imports["tools"][correction] == []
+    loaded = imports["unwatched"][correction]
+    assert "trl_rollout_corr.pushes.pushes" in loaded
+    assert [name for name in loaded if name.startswith("trl_rollout_corr.tools")] == []
+    assert not {f"trl_rollout_corr.pushes.{name}" for name in ONLY_IF_ASKED["pushes"]} & {*loaded}
+
+
+def test_a_training_with_default_settings_loads_no_replay(imports):
+    loaded = imports["default"]
+    assert "trl_rollout_corr.pushes.push_checks" in loaded
+    assert not {f"trl_rollout_corr.replay.{name}" for name in ONLY_IF_ASKED["replay"]} & {*loaded}
 
 
 def test_every_module_has_its_place():
@@ -436,7 +458,8 @@ def test_code_and_prose_of_the_package_have_one_width():
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():
-    for path in (path for wing in ("correction", "trainers") for path in (PACKAGE / wing).glob("*.py")):
+    rooms = ("correction", "replay", "pushes", "trainers")
+    for path in (path for room in rooms for path in (PACKAGE / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 first = (ast.get_docstring(node) or "").split(" ")[0]

@@ -18,9 +18,9 @@ from tests.launching import output_of, serving
 from tests.tiny import build_tiny_model, load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, losing, messages
 from trl_rollout_corr.messages import SettingError
-from trl_rollout_corr.tools import quantised_engine as engine
-from trl_rollout_corr.tools.arrival.server import read_server, score_on_server
-from trl_rollout_corr.tools.quantised_engine import build_quantised, check_scheme
+from trl_rollout_corr.pushes.server_api import read_server, score_on_server
+from trl_rollout_corr.trainers import quantised_engine as engine
+from trl_rollout_corr.trainers.quantised_engine import build_quantised, check_scheme
 
 
 pytestmark = pytest.mark.vllm

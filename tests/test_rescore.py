@@ -27,12 +27,12 @@ from tests.training import (
     said_of_pushes,
     saying,
 )
-from trl_rollout_corr.tools.arrival import engine, scoring_sampler
-from trl_rollout_corr.tools.arrival.adapters import MergedWeights
-from trl_rollout_corr.tools.arrival.rescore import FEW, MOST, SURE, choose, is_due
-from trl_rollout_corr.tools.arrival.scoring_sampler import OF_SERVER
+from trl_rollout_corr.pushes import colocated_engine as engine
+from trl_rollout_corr.pushes import pushes, scoring_sampler
+from trl_rollout_corr.pushes.merged_adapters import MergedWeights
+from trl_rollout_corr.pushes.rescore import FEW, MOST, SURE, choose, is_due
+from trl_rollout_corr.pushes.scoring_sampler import OF_SERVER
 from trl_rollout_corr.tools.diagnosis import read_tokens
-from trl_rollout_corr.trainers import pushes
 
 
 pytestmark = [

@@ -26,11 +26,11 @@ from tests.training import (
 )
 from tests.training import backward as backward_of
 from tests.training import build as build_trainer
+from trl_rollout_corr.replay.capture import RecordingEngine
+from trl_rollout_corr.replay.router_hooks import RouterHooks
+from trl_rollout_corr.replay.routers import ROUTERS, chosen_experts, find_routers, take
+from trl_rollout_corr.replay.sampled_experts import SampledRoutes
 from trl_rollout_corr.tools.diagnosis.first_step import FirstStepDiagnosis
-from trl_rollout_corr.tools.replay.capture import RecordingEngine
-from trl_rollout_corr.tools.replay.router_hooks import RouterHooks
-from trl_rollout_corr.tools.replay.routers import ROUTERS, chosen_experts, find_routers, take
-from trl_rollout_corr.tools.replay.sampled_experts import SampledRoutes
 from trl_rollout_corr.trainers.keys import AGAIN_LOGPS
 
 

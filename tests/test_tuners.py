@@ -16,8 +16,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.tiny import load_model
 from tests.training import TRAINERS, VLLM, build_checked, logged, messages
-from trl_rollout_corr.tools.arrival import adapters
-from trl_rollout_corr.tools.arrival.adapters import _as_before, leaving_base_alone
+from trl_rollout_corr.pushes import merged_adapters as adapters
+from trl_rollout_corr.pushes.merged_adapters import _as_before, leaving_base_alone
 
 
 CONFIGS = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}

@@ -17,15 +17,15 @@ import torch
 from tests.launching import ROOT, output_of
 from tests.tiny import build_tiny_model
 from tests.training import TRAINERS, VLLM, build_checked, counting_forwards, losing, losses, messages, saying
-from trl_rollout_corr.tools.arrival.fingerprints import (
+from trl_rollout_corr.pushes.fingerprints import (
     fingerprint,
     packed_columns,
     packed_experts,
     read_weights,
     some_columns,
 )
-from trl_rollout_corr.tools.arrival.server import AdapterCheck, read_server, replicas_of, score_on_server
-from trl_rollout_corr.tools.arrival.weights import WeightCheck
+from trl_rollout_corr.pushes.server_api import AdapterCheck, read_server, replicas_of, score_on_server
+from trl_rollout_corr.pushes.weight_check import WeightCheck
 
 
 NOT_THERE = "The sampler does not have the weights of the trainer"
@@ -95,7 +95,7 @@ def test_what_arrives_says_nothing(make, schedule, dtype, caplog):
 
 @pytest.mark.vllm
 def test_a_tied_head_that_is_not_packed_again_ends_the_run(make, monkeypatch):
-    monkeypatch.setattr("trl_rollout_corr.trainers.reloading.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("trl_rollout_corr.pushes.reloading.pack_tied_heads", lambda model: None)
     with pytest.raises(RuntimeError, match=NOT_THERE):
         make(tied=True).train()
 
@@ -175,7 +175,7 @@ def test_an_engine_that_cannot_be_read_is_told_once(make, monkeypatch, caplog):
     def fails(*args):
         raise AttributeError("another release of vLLM")
 
-    monkeypatch.setattr("trl_rollout_corr.tools.arrival.push_checks.read_weights", fails)
+    monkeypatch.setattr("trl_rollout_corr.pushes.push_checks.read_weights", fails)
     with losing("everything"), saying(caplog, "^From here on.*not compared.*AttributeError: another release of vLLM"):
         make().train()
 

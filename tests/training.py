@@ -24,7 +24,7 @@ from tests.tiny import StaleSampler, length_reward, load_model, prompts
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.correction.metrics import Statistics
 from trl_rollout_corr.correction.sums import Sums
-from trl_rollout_corr.trainers.reloading import push
+from trl_rollout_corr.pushes.reloading import push
 
 
 # Accelerate reads the metadata of packages at every forward pass, which takes a fifth of the time that a tiny model trains
@@ -400,7 +400,7 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
     Some of the weights that are pushed do not arrive, and nothing says so. The first push is complete, unless the weights that
     the sampler holds before are given.
     """
-    from trl_rollout_corr.trainers import pushes
+    from trl_rollout_corr.pushes import pushes
 
     count_of_push, holds = count(0 if held is None else 1), dict(held or {})
 

@@ -11,7 +11,7 @@ from policies import EOS, VOCABULARY
 
 from trl_rollout_corr.correction.functional import k3
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.tools.arrival.rescore import is_due
+from trl_rollout_corr.pushes.rescore import is_due
 from trl_rollout_corr.tools.dump import folder as dump
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from tables import grid
 
-from trl_rollout_corr.tools.arrival.rescore import is_due
+from trl_rollout_corr.pushes.rescore import is_due
 from trl_rollout_corr.tools.diagnosis import Diagnosis, diagnose, read_tokens
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES
 from trl_rollout_corr.tools.diagnosis.text import sure

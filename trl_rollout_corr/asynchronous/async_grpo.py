@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from ..door import check_served_adapter
+from ..pushes.server_api import check_served_adapter
 from ..settings.config import RolloutCorrectionConfig
 from ..trainers.batches import TAGS, BatchCorrectionMixin
 from ..trainers.keys import NOT_GIVEN, PADDING, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP

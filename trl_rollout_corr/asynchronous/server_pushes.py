@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..trainers.pushes import Pushes, refuse_packed_base, sending
+from ..pushes.pushes import Pushes, refuse_packed_base, sending
 from ..trainers.scoring import score_text
 from .trl_parts import AsyncRolloutWorker
 

@@ -10,7 +10,7 @@ from typing import Any
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from trl.generation import vllm_generation
 
-from ..door import check_served_adapter
+from ..pushes.server_api import check_served_adapter
 from ..trainers.batches import TAGS
 from ..trainers.grpo import RolloutCorrectedGRPOTrainer
 

@@ -10,6 +10,7 @@ from trl.generation import vllm_generation
 
 from ..messages import SettingError, nearest, warn, warn_idle
 from ..settings.resolve import Settings
+from ..trainers.quantised_engine import schemes, schemes_of_experts
 from ..trainers.versions import INSTALLED, NEWEST_TESTED, TESTED, is_untested
 
 
@@ -113,22 +114,6 @@ def known_schemes() -> list[str] | None:
         return schemes()
     except Exception:  # vLLM is missing or moved them, so vLLM itself must refuse
         return None
-
-
-def schemes() -> list[str]:
-    """Names of schemes by which the installed vLLM quantises weights while it loads them."""
-    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
-
-    return ["fp8", *ONLINE_QUANT_SHORTHAND_NAMES]  # an older name of `fp8_per_tensor`
-
-
-def schemes_of_experts() -> list[str]:
-    """Schemes by which the installed vLLM rounds experts while it loads them, and no other layer."""
-    try:
-        from vllm.config.quantization import _ONLINE_SHORTHANDS as parts
-    except Exception:  # as in `known_schemes`
-        return []
-    return [name for name, part in parts.items() if part.linear is None and part.moe is not None]
 
 
 def known_values(name: str) -> list[str] | None:

@@ -18,8 +18,9 @@ from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
-from ..door import knows_routers, watchers_for
+from ..door import watchers_for
 from ..messages import SettingWarning, __version__, plain
+from ..replay.on_demand import knows_routers
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.resolve import FIELDS, Settings
 from .age_notice import AgeNotice

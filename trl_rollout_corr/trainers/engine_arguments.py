@@ -5,7 +5,7 @@ TRL builds the engine of its colocate mode inside its trainer, as `vllm_generati
 the trainer is built.
 
 With `quantization`, vLLM rounds weights while it loads them, and again at each push
-([`~trl_rollout_corr.trainers.pushes.PushesToVLLM`]).
+([`~trl_rollout_corr.pushes.pushes.PushesToVLLM`]).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from trl.generation import vllm_generation
 
-from ..door import build_quantised
 from ..settings.resolve import Settings
+from .quantised_engine import build_quantised
 
 
 def engine_arguments(args: Any, settings: Settings) -> AbstractContextManager:

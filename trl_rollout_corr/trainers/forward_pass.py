@@ -34,7 +34,7 @@ step of training goes like this:
 A push of weights, at the beginning of step 2, may score earlier completions once more, each in a plain
 [`ForwardPass`].
 
-Replays of the sampler's choices ([`~trl_rollout_corr.trainers.replay.Replay`]) ask the pass for the choices of its
+Replays of the sampler's choices ([`~trl_rollout_corr.replay.seam.Replay`]) ask the pass for the choices of its
 batch.
 
 `B` completions, `P` and `T` tokens of prompts and completions with padding.

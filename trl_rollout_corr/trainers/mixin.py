@@ -23,7 +23,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from ..door import replays_of
+from ..pushes.pushes import PushesToVLLM
+from ..replay.on_demand import replays_of
+from ..replay.seam import Replay
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.effects import shares_gradient
 from .batches import BatchCorrectionMixin
@@ -43,8 +45,6 @@ from .keys import (
     TURN_IDS,
     VISITED,
 )
-from .pushes import PushesToVLLM
-from .replay import Replay
 from .scoring import score_alone, score_text, sequences_of
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
@@ -108,8 +108,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
             self._check_server()
         self._check_sampler()
         self._pushes = PushesToVLLM(self)
-        if self._settings.rollout_support is not None or self._settings.rollout_routing is not None:
-            self._replays = replays_of(self)
+        self._replays = replays_of(self)
         if self.use_vllm:
             watch_sampler(self.vllm_generation, self._record_logprobs, self._replays.kept_tokens)
         self._set_up_observer()
@@ -132,7 +131,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
     def keep_routes(self, tokens: Sequence[int], experts: Any) -> None:
         """
         Take the routes of a sequence of a `rollout_func`:
-        [`~trl_rollout_corr.tools.replay.sampled_experts.SampledRoutes`].
+        [`~trl_rollout_corr.replay.sampled_experts.SampledRoutes`].
         """
         if self._replays.experts is None:
             raise ValueError("`rollout_routing` is None, so routes have no effect. Set it to 'replay'.")

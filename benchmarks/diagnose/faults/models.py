@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trl_rollout_corr.trainers.reloading import push
+from trl_rollout_corr.pushes.reloading import push
 
 from .fault import Fault
 

@@ -15,11 +15,11 @@ import torch
 from transformers import TrainerCallback
 from trl.trainer.utils import split_tensor_dict
 
+from ...pushes.reloading import reload
 from ...settings.effects import distortions
 from ...trainers.forward_pass import evaluating
 from ...trainers.keys import ROLLOUT_LOGPS
 from ...trainers.model_checks import dropout_of
-from ...trainers.reloading import reload
 from ..diagnosis import DumpedTokens
 from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host, tokens_of

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .forward_pass import ForwardPass
+from ..trainers.forward_pass import ForwardPass
 
 
 class Replay:
-    """A trainer without replay; [`~trl_rollout_corr.tools.replay.choices.Replays`] replays."""
+    """A trainer without replay; [`~trl_rollout_corr.replay.choices.Replays`] replays."""
 
     experts: Any = None
     kept_tokens: Any = None

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 
-from ...settings.effects import truncations
-from ...trainers.forward_pass import ForwardPass
-from ...trainers.replay import Replay
+from ..settings.effects import truncations
+from ..trainers.forward_pass import ForwardPass
 from .experts import ROUTES, Experts
 from .kept_tokens import KeptTokens
 from .router_hooks import Flips
+from .seam import Replay
 
 
 # Settings of models that change logits above the head
@@ -93,11 +93,6 @@ class Replays(Replay):
         """Release the experts after a training step."""
         if self.experts is not None:
             self.experts.end()
-
-
-def replays_of(trainer: Any) -> Replays:
-    """Replays that the configuration of a trainer asks for. Its sampler is recorded from now on."""
-    return Replays(experts_of(trainer), kept_tokens_of(trainer))
 
 
 def kept_tokens_of(trainer: Any) -> KeptTokens | None:

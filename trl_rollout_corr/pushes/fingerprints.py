@@ -98,8 +98,8 @@ def packed_experts(experts: Any, packed: torch.Tensor, *, gates: bool) -> torch.
 @lru_cache(maxsize=8)
 def _places_of_packed(height: int, width: int, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
     """
-    Where a packed matrix has each element, `(height, width)`, which vLLM's packing of the places themselves shows, one
-    byte at a time, as a type of 16 bits has no larger ones; `None` if it does more than order them.
+    Place of each element in a packed matrix, `(height, width)`, which vLLM's packing of the places themselves shows,
+    one byte at a time, as a type of 16 bits has no larger ones; `None` if it does more than order them.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
@@ -145,7 +145,7 @@ def read_weights(model: Any, names: Iterable[str], group: Any = None) -> dict[st
 
 
 class _Tensors(NamedTuple):
-    """What the tensors of a model show, by their name, or that of a fused part such as `qkv_proj.weight[k_proj]`."""
+    """Tensors of a model as read, by their name, or that of a fused part such as `qkv_proj.weight[k_proj]`."""
 
     forms_of: dict[str, list[torch.Tensor]]  # fingerprints, of which a tensor in another form has none
     columns: dict[str, torch.Tensor]  # the few that are compared

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...messages import notify
+from ..messages import notify
 from .capture import RecordingEngine
 from .router_hooks import RouterHooks
 from .routers import find_routers

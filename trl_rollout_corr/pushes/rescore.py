@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...correction.functional import k3
-from ...correction.sums import Applied, SegmentedSums
-from ...messages import notify
-from ...trainers.forward_pass import evaluating
-from ...trainers.ranks import largest
+from ..correction.functional import k3
+from ..correction.sums import Applied, SegmentedSums
+from ..messages import notify
+from ..trainers.forward_pass import evaluating
+from ..trainers.ranks import largest
 from .scoring_sampler import ScoringSampler
 
 
@@ -74,7 +74,7 @@ class Rescore:
     eight, of at most 4,096 tokens together. From the fourth time on, two of them are enough if sampler and trainer are
     no further apart than usual.
 
-    `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) knows how the trainer scores a text, and `sampler` how the
+    `pushes` ([`~trl_rollout_corr.pushes.pushes.Pushes`]) knows how the trainer scores a text, and `sampler` how the
     sampler does. `counted` holds the sums that were not read yet.
     """
 
@@ -161,7 +161,7 @@ class Rescore:
         return self._attempted("trainer", lambda: self._sums(asked, scored, trained))
 
     def _attempted(self, who: str, score: Callable[[], T]) -> T | None:
-        """What `score` returns on this rank; `None` on all ranks if it fails on one of them."""
+        """The result of `score` on this rank; `None` on all ranks if it fails on one of them."""
         scored, problem = None, ""
         try:
             with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):

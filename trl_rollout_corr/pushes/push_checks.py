@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...correction.sums import Applied, SegmentedSums
-from ...messages import notify
-from ...trainers.ranks import largest, leaving_together
-from .engine import noting_cached
+from ..correction.sums import Applied, SegmentedSums
+from ..messages import notify
+from ..trainers.ranks import largest, leaving_together
+from .colocated_engine import noting_cached
 from .fingerprints import read_weights
-from .frozen import FrozenCheck
+from .frozen_check import FrozenCheck
 from .rescore import SEE, Rescore
 from .scoring_sampler import ScoringSampler
-from .server import AdapterCheck, has_extension, read_server
-from .weights import WeightCheck
+from .server_api import AdapterCheck, has_extension, read_server
+from .weight_check import WeightCheck
 
 
 class Unmoved(SegmentedSums):
@@ -33,7 +33,7 @@ class Unmoved(SegmentedSums):
 
 class PushChecks:
     """
-    Checks of the `pushes` of a trainer ([`~trl_rollout_corr.trainers.pushes.Pushes`]). `model` is the trainer's, not
+    Checks of the `pushes` of a trainer ([`~trl_rollout_corr.pushes.pushes.Pushes`]). `model` is the trainer's, not
     wrapped.
     """
 
@@ -109,7 +109,7 @@ class PushChecks:
 
     def read_sampler(self, names: list[str]) -> dict[str, Any] | None:
         """
-        [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`] applied to the sampler; `None` if it cannot be
+        [`~trl_rollout_corr.pushes.fingerprints.read_weights`] applied to the sampler; `None` if it cannot be
         read.
         """
         generation = self.pushes.engine

@@ -2,7 +2,7 @@
 Pushes of weights from a trainer to its sampler: one object replaces TRL's `sync_weights` once.
 
 It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as it is, and lets the checks of pushes
-([`~trl_rollout_corr.tools.arrival.push_checks.PushChecks`]) see the push, unless `rollout_monitor` is null.
+([`~trl_rollout_corr.pushes.push_checks.PushChecks`]) see the push, unless `rollout_monitor` is null.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +14,10 @@ from unittest.mock import patch
 import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .. import door
 from ..settings.effects import distortions
-from .keys import ROLLOUT_LOGPS
-from .metadata import engine_metadata, quantises
-from .ranks import smallest
+from ..trainers.keys import ROLLOUT_LOGPS
+from ..trainers.metadata import engine_metadata, quantises
+from ..trainers.ranks import smallest
 from .reloading import push
 
 
@@ -94,7 +93,9 @@ class Pushes:
         self.trainer = trainer
         self.checks: Any = None
         if trainer._settings.rollout_monitor is not None:
-            self.checks = door.push_checks(self, trainer._bare(trainer.model))
+            from .push_checks import PushChecks
+
+            self.checks = PushChecks(self, trainer._bare(trainer.model))
 
     @property
     def server(self) -> str | None:
@@ -120,8 +121,10 @@ class Pushes:
         """Context in which a push of an adapter changes no weight of its base."""
         if not hasattr(model, "merge_adapter"):
             return nullcontext()
+        from .merged_adapters import leaving_base_alone
+
         plugin = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return door.leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
+        return leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
 
     def noting(self, weights: Weights) -> Weights:
         """Weights on their way to the sampler, shown to the checks."""

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from ...trainers.metadata import part_of
-from .engine import in_slices, score_in_process
-from .server import replicas_of, score_on_server
+from ..trainers.metadata import part_of
+from .colocated_engine import in_slices, score_in_process
+from .server_api import replicas_of, score_on_server
 
 
 OF_SERVER = 256  # tokens
 
 
 class ScoringSampler:
-    """The sampler that gets the `pushes` ([`~trl_rollout_corr.trainers.pushes.Pushes`]) of a trainer."""
+    """The sampler that gets the `pushes` ([`~trl_rollout_corr.pushes.pushes.Pushes`]) of a trainer."""
 
     def __init__(self, pushes: Any) -> None:
         self.pushes, self.trainer = pushes, pushes.trainer

@@ -14,12 +14,12 @@ from typing import Any
 import requests
 from packaging.version import Version
 
-from ...messages import notify
-from ...trainers.completions import as_logps
+from ..messages import notify
+from ..trainers.completions import as_logps
 
 
 PATTERNS = "0.32"  # release of vLLM that reads `rank_pattern` and `alpha_pattern` of an adapter
-EXTENSION = "trl_rollout_corr.tools.arrival.worker.PackingWorker"
+EXTENSION = "trl_rollout_corr.worker.PackingWorker"
 SEE = "See `trl-rollout-corr docs pushes#weights-do-not-arrive`."
 
 
@@ -30,7 +30,7 @@ def has_extension(config: Any) -> bool:
 
 
 def read_server(url: str, names: list[str]) -> dict[str, Any]:
-    """Weights that the workers of a server hold: [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`]."""
+    """Weights that the workers of a server hold: [`~trl_rollout_corr.pushes.fingerprints.read_weights`]."""
     request: Any = {"method": "read_weights", "args": [names]}
     response = requests.post(f"{url}/collective_rpc", json=request, timeout=300)
     response.raise_for_status()
@@ -128,6 +128,11 @@ class AdapterCheck:
 def served_adapter(model: Any) -> Any:
     """The `LoraConfig` of the trained adapter of a PEFT model."""
     return model.peft_config[model.active_adapters[0]]
+
+
+def check_served_adapter(url: str, model: Any) -> None:
+    """Refuse a server that cannot load the adapter of a PEFT model."""
+    check_patterns(url, served_adapter(model))
 
 
 def check_patterns(url: str, adapter: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...correction.sums import Applied, SegmentedSums
+from ..correction.sums import Applied, SegmentedSums
 from .routers import chosen_experts, take
 from .sampled_experts import no_route
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from ...messages import capitalized, notify
-from ...trainers.ranks import largest
+from ..messages import capitalized, notify
+from ..trainers.ranks import largest
 from .fingerprints import QUANTISED, READABLE, fingerprint
 
 

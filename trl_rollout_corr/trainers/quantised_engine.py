@@ -12,13 +12,28 @@ from transformers import AutoConfig
 from trl.generation import vllm_generation
 
 from ..messages import SettingError, nearest, notify
-from .engine_checks import schemes, schemes_of_experts
 
 
 # Layers that keep their type: routers of experts and vision towers. Heads and embeddings keep it in
 # vLLM anyway
 KEPT = ["*.gate", "*.router", "*.router.*", "*.shared_expert_gate", "visual.*", "*.visual.*", "*vision_*"]
 _FIELD, _PART = "rollout_engine_kwargs", "for 'quantization'"
+
+
+def schemes() -> list[str]:
+    """Names of schemes by which the installed vLLM quantises weights while it loads them."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    return ["fp8", *ONLINE_QUANT_SHORTHAND_NAMES]  # an older name of `fp8_per_tensor`
+
+
+def schemes_of_experts() -> list[str]:
+    """Schemes by which the installed vLLM rounds experts while it loads them, and no other layer."""
+    try:
+        from vllm.config.quantization import _ONLINE_SHORTHANDS as parts
+    except Exception:  # vLLM is missing or moved them
+        return []
+    return [name for name, part in parts.items() if part.linear is None and part.moe is not None]
 
 
 def build_quantised(built: Any, of_trl: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:

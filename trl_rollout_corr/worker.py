@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from ...trainers.reloading import reload
-from .fingerprints import read_weights
+from .pushes.fingerprints import read_weights
+from .pushes.reloading import reload
 
 
 class PackingWorker:
     """
-    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.tools.arrival.worker.PackingWorker`. A
-    server on a CPU needs it, and on any server it lets the trainer check that weights arrive. Its methods are for
-    `/collective_rpc`.
+    An extension of vLLM's worker: `--worker-extension-cls trl_rollout_corr.worker.PackingWorker`. A server on a CPU
+    needs it, and on any server it lets the trainer check that weights arrive. Its methods are for `/collective_rpc`.
     """
 
     def reload_and_pack(self, weights_path: str) -> None:
@@ -18,8 +17,5 @@ class PackingWorker:
         reload(self, weights_path=weights_path)
 
     def read_weights(self, names: list[str]) -> dict[str, Any]:
-        """
-        Fingerprints of the weights that this worker holds:
-        [`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`].
-        """
+        """Fingerprints of the worker's weights: [`~trl_rollout_corr.pushes.fingerprints.read_weights`]."""
         return read_weights(self.get_model(), names)  # type: ignore[attr-defined]  # of vLLM's worker

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...messages import notify
+from ..messages import notify
 from .fingerprints import READABLE, fingerprint, in_one_form, some_columns
 
 
@@ -47,7 +47,7 @@ class WeightCheck:
     counts as a failed push; [`WeightCheck.unmoved`] gives the share of quantised tensors that did not change.
 
     `read` returns what the sampler holds, and where it puts given weights
-    ([`~trl_rollout_corr.tools.arrival.fingerprints.read_weights`]); `None` if the sampler cannot be read. `model` is
+    ([`~trl_rollout_corr.pushes.fingerprints.read_weights`]); `None` if the sampler cannot be read. `model` is
     the trainer's, not wrapped. `dtype` returns the type of the sampler's weights, which may be known only after a
     while.
     """

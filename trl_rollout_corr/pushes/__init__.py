@@ -1,0 +1,1 @@
+"""Pushes of weights to the sampler, and the checks that they arrive."""

@@ -1,1 +1,0 @@
-"""Check that pushed weights arrive in the sampler."""
