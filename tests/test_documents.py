@@ -130,7 +130,7 @@ def test_words_of_users_find_the_section_that_says_it_in_other_words(capsys, typ
         ("RLOO 8k", "trl#long-completions"),
         ("async max_staleness 4", "asynchronous#asynchronous"),
         ("dr grpo epsilon_high 0.28", "trl#dapo-dr-grpo-and-gspo"),
-        ("k3_kl 0.009 and stays", "debugging#the-gap-is-0009-and-stays"),
+        ("k3_kl 0.009 and stays", "debugging#the-gap-stays-above-0005"),
         ("k3_kl 0.03 at step 1", "debugging#a-large-gap-at-the-first-step"),
         ("num_iterations 4", "debugging#is-my-sampler-stale"),
         ("TRL 1.10 pinned", "processes#releases"),
