@@ -498,7 +498,7 @@ def test_half_of_the_completions_from_old_weights_are_not_all_of_them(benchmark,
     folder = maker.output / "some_frozen" / str(SEED)
     assert main(["diagnose", str(folder)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("Found: some completions, while others of the same steps show no gap.")
+    assert said.startswith("Found: a gap in some completions, and none in the others of the same steps.")
     assert "All of the gap is in 28 of 64 completions." in said  # those of the first step have none yet
     assert "as in a replica that gets no weights" in said
 

@@ -148,7 +148,7 @@ CAUSES: dict[str, Cause] = {
         "context that it never meets.",
     ),
     "by_advantage": Cause(
-        "completions or tokens whose advantage is of one sign, while the others of the same steps show less",
+        "a gap in completions or tokens with one sign of the advantage, and a smaller one in the others of the same steps",
         Test(subsets.by_advantage, 1.5, 2.5),
         "Look at what comes after the rewards: values that are computed again or stored in another type, edited "
         "completions, or other sources, such as demonstrations. `k3_kl` may stay flat while the reward falls: watch "
@@ -163,7 +163,7 @@ CAUSES: dict[str, Cause] = {
         "`--no-enable-prefix-caching`. A correction is valid, but the cache keeps getting older.",
     ),
     "some_completions": Cause(
-        "some completions, while others of the same steps show no gap",
+        "a gap in some completions, and none in the others of the same steps",
         Test(subsets.some_completions, 3.0, 6.0),
         "Find out what these completions share: a replica, an engine, an adapter, sampling parameters, a retry. "
         "Log which replica wrote each completion, and compare the replicas on one request. A correction is valid "
@@ -188,7 +188,7 @@ CAUSES: dict[str, Cause] = {
         parts=(DROPOUT,),
     ),
     "some_prompts": Cause(
-        "some prompts, and always the same",
+        "a gap in some prompts, always the same ones",
         Test(subsets.some_prompts, 0.4, 0.7),
         "Compare these prompts with the others, as both sides read them: length, special tokens, images, and the "
         "adapter that the request names. Leave them out until the cause is found. A correction is valid if the "
