@@ -197,7 +197,7 @@ def gap(trainer: Any) -> float:
     """`fresh_k3_kl` of the latest completions."""
     look = trainer._pushes.checks.rescore
     texts = look._texts
-    sampler = look.ask([text.ids for text in texts])
+    sampler = look.sampler.score([text.ids for text in texts], look.looks)
     sums = []
     for text, theirs in zip(texts, sampler, strict=True):
         with torch.no_grad():

@@ -5,7 +5,8 @@ from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_rollout_corr.pushes.pushes import needs_reload, push_through_reload, sending
+from trl_rollout_corr.pushes.pushes import sending
+from trl_rollout_corr.pushes.to_vllm import needs_reload, push_through_reload
 
 
 def push_by_reload(generation: VLLMGeneration) -> None:

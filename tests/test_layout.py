@@ -74,6 +74,7 @@ ROOMS = {
         "rescore",
         "push_checks",
         "pushes",
+        "to_vllm",
     ],
 }
 SEAM = {
@@ -222,7 +223,7 @@ WITHOUT_MATPLOTLIB = [name for name in ORDER[: ORDER.index("tools.report.drawing
 MAY_IMPORT_TRL = (
     "trainers.",
     "replay.choices",
-    "pushes.pushes",
+    "pushes.to_vllm",
     "asynchronous.",
     "axolotl.",
     "tools.check",
@@ -237,7 +238,7 @@ WITHOUT_TRL = [name for name in ORDER if not name.startswith(MAY_IMPORT_TRL)]
 
 
 # Modules of rooms of the core that a run without replay, monitor and adapter does not load
-ALWAYS = ("seam", "on_demand", "pushes")
+ALWAYS = ("seam", "on_demand", "pushes", "to_vllm")
 ONLY_IF_ASKED = {room: [name for name in modules if name not in ALWAYS] for room, modules in ROOMS.items()}
 WITHOUT_TOOLS = [
     "correction.compute",

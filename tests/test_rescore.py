@@ -28,7 +28,7 @@ from tests.training import (
     saying,
 )
 from trl_rollout_corr.pushes import colocated_engine as engine
-from trl_rollout_corr.pushes import pushes, scoring_sampler
+from trl_rollout_corr.pushes import scoring_sampler, to_vllm
 from trl_rollout_corr.pushes.merged_adapters import MergedWeights
 from trl_rollout_corr.pushes.rescore import FEW, MOST, SURE, choose, is_due
 from trl_rollout_corr.pushes.scoring_sampler import OF_SERVER
@@ -189,7 +189,7 @@ def sending_twice_the_adapter():
 @contextmanager
 def keeping_old_scales():
     """As a push that loads values into tensors of 8 bits, whose scales are those of the first push."""
-    push, scales = pushes.push, {}
+    push, scales = to_vllm.push, {}
 
     def push_values(llm, weights):
         push(llm, weights)
@@ -201,7 +201,7 @@ def keeping_old_scales():
             weight.copy_((exact / old.reshape(1, -1)).clamp(-448, 448).to(weight.dtype))
             scale.copy_(old)
 
-    with patch.object(pushes, "push", push_values):
+    with patch.object(to_vllm, "push", push_values):
         yield
 
 

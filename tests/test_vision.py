@@ -32,7 +32,7 @@ from tests.vision import (
     vision_logps,
 )
 from trl_rollout_corr import compute_rollout_correction
-from trl_rollout_corr.pushes.pushes import forget_images
+from trl_rollout_corr.pushes.to_vllm import forget_images
 from trl_rollout_corr.tools.dump.reading import open_dump
 from trl_rollout_corr.trainers.keys import ROLLOUT_LOGPS
 

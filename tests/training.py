@@ -400,7 +400,7 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
     Some of the weights that are pushed do not arrive, and nothing says so. The first push is complete, unless the weights that
     the sampler holds before are given.
     """
-    from trl_rollout_corr.pushes import pushes
+    from trl_rollout_corr.pushes import to_vllm
 
     count_of_push, holds = count(0 if held is None else 1), dict(held or {})
 
@@ -416,11 +416,11 @@ def losing(lost: str, held: dict[str, torch.Tensor] | None = None) -> Iterator[N
                 holds[name] = torch.cat([weight.detach()[:-n], holds[name][-n:]])
         push(llm, holds.items())
 
-    pushes.push = push_some
+    to_vllm.push = push_some
     try:
         yield
     finally:
-        pushes.push = push
+        to_vllm.push = push
 
 
 class BrokenSampler(StaleSampler):

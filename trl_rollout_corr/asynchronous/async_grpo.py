@@ -176,7 +176,7 @@ class RolloutCorrectedAsyncGRPOTrainer(BatchCorrectionMixin, AsyncGRPOTrainer):
     ) -> torch.Tensor:
         inputs, terms = with_a_term(inputs), Terms(inputs[TERMS][0])
         batch = self._completions_of(inputs, terms)
-        self._pushes.keep(batch)  # may score texts, which is no part of the forward pass below
+        self._pushes.keep(batch, terms.mask)  # may score texts, which is no part of the forward pass below
         placeholders = {key: Placeholder(inputs[key]) for key in ("advantages", "old_log_probs")}
         correct = partial(
             self._correct_micro_batch, inputs=inputs, terms=terms, batch=batch, placeholders=placeholders

@@ -17,7 +17,7 @@ class PushesToServer(Pushes):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self._model = trainer._bare(trainer.model)
+        self._model = self.bare_model
         if not self.is_adapter:
             refuse_packed_base(self._model, "server")
 
@@ -27,11 +27,7 @@ class PushesToServer(Pushes):
         with self.checking(), alone, sending(self.trainer, "_streaming_iter", self.noting):
             push()
 
-    def checking(self) -> Any:
-        return nullcontext() if self.checks is None else self.checks.pushing(self._folder_of_adapter)
-
-    def _folder_of_adapter(self) -> Path | None:
-        """Folder with the adapter that was pushed; `None` if weights were."""
+    def folder_of_adapter(self) -> Path | None:
         return Path(self.trainer._lora_dir, self.served_model) if self.is_adapter else None
 
     @property

@@ -1,24 +1,30 @@
 """
-Pushes of weights from a trainer to its sampler: one object replaces TRL's `sync_weights` once.
+Pushes of weights from a trainer to its sampler: one object for each trainer, and the only one that touches it.
 
-It pushes TRL's way or through vLLM's reload, leaves the base of an adapter as it is, and lets the checks of pushes
-([`~trl_rollout_corr.pushes.push_checks.PushChecks`]) see the push, unless `rollout_monitor` is null.
+A push leaves the base of an adapter as it is, and the checks of pushes
+([`~trl_rollout_corr.pushes.push_checks.PushChecks`]) see it, unless `rollout_monitor` is null. The checks return what
+they found. Adapters and checks are imported here alone, by the runs that have them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from trl.generation.vllm_generation import VLLMGeneration
+from torch.nn.parallel import DistributedDataParallel
 
+from ..correction.sums import Sums
 from ..settings.effects import distortions
+from ..trainers.forward_pass import evaluating
 from ..trainers.keys import ROLLOUT_LOGPS
-from ..trainers.metadata import engine_metadata, quantises
-from ..trainers.ranks import smallest
-from .reloading import push
+from ..trainers.metadata import engine_metadata
+from ..trainers.ranks import largest
+
+
+if TYPE_CHECKING:
+    from .push_checks import Findings, PushChecks
 
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -33,37 +39,6 @@ def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> It
         return
     with patch.object(owner, method, lambda *args, **kwargs: change(original(*args, **kwargs))):
         yield
-
-
-# To vLLM in GRPO and RLOO --------------------------------------------------------------------------------------------
-
-
-def needs_reload(generation: VLLMGeneration) -> bool:
-    """
-    True if TRL's push of single weights fails: on a CPU, where vLLM stores other shapes than the checkpoint, and with
-    a colocated engine that quantises weights, because it would keep its old scales.
-    """
-    if generation.mode != "colocate":
-        return False
-    return generation.accelerator.device.type == "cpu" or quantises(generation.llm.llm_engine.vllm_config)
-
-
-def push_through_reload(generation: VLLMGeneration, weights: Weights) -> Weights:
-    """Push all weights. TRL, left with none, wakes the engine before and clears its cache after."""
-    push(generation.llm, weights)
-    return ()
-
-
-def forget_images(generation: VLLMGeneration) -> None:
-    """
-    Make a colocated vLLM compute the features of images again after a push.
-
-    vLLM keeps the features of an image for later requests. TRL clears only the prefix cache, so an image would keep
-    its features from before the new weights. vLLM's own reload clears the features, but not its list of them, so the
-    next request with the image would fail.
-    """
-    if generation.mode == "colocate" and hasattr(generation.llm.llm_engine, "reset_encoder_cache"):
-        generation.llm.llm_engine.reset_encoder_cache()
 
 
 def refuse_packed_base(model: Any, mode: str) -> None:
@@ -91,11 +66,15 @@ class Pushes:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.checks: Any = None
-        if trainer._settings.rollout_monitor is not None:
-            from .push_checks import PushChecks
+        self.checks = self._new_checks() if trainer._settings.rollout_monitor is not None else None
+        self._found: list[Sums] = []  # since the latest batch
 
-            self.checks = PushChecks(self, trainer._bare(trainer.model))
+    def _new_checks(self) -> "PushChecks":
+        from .push_checks import PushChecks
+
+        return PushChecks(self, self.bare_model)
+
+    # The sampler -----------------------------------------------------------------------------------------------------
 
     @property
     def server(self) -> str | None:
@@ -113,35 +92,14 @@ class Pushes:
         return None
 
     @property
+    def engine_config(self) -> Any:
+        """Configuration of vLLM, an object or a server's mapping; `None` if unknown."""
+        return self.trainer._engine_config
+
+    @property
     def sampler_dtype(self) -> str:
         """Type of the weights of the sampler."""
-        return engine_metadata(self.trainer._engine_config).get("sampler_dtype", "bfloat16")
-
-    def leaving_base_alone(self, model: Any) -> Any:
-        """Context in which a push of an adapter changes no weight of its base."""
-        if not hasattr(model, "merge_adapter"):
-            return nullcontext()
-        from .merged_adapters import leaving_base_alone
-
-        plugin = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
-
-    def noting(self, weights: Weights) -> Weights:
-        """Weights on their way to the sampler, shown to the checks."""
-        return weights if self.checks is None else self.checks.noting(weights)
-
-    def checking(self) -> Any:
-        """Context of a push that is checked."""
-        return nullcontext() if self.checks is None else self.checks.pushing()
-
-    # Texts to score once more ----------------------------------------------------------------------------------------
-
-    scores_at_once = True  # a batch that was just generated is scored with the weights of the latest push
-
-    def keep(self, batch: dict[str, Any]) -> None:
-        """Let the checks score completions of a batch once more."""
-        if self.checks is not None and self.trainer.model.training:
-            self.checks.keep(batch, batch[ROLLOUT_LOGPS])
+        return engine_metadata(self.engine_config).get("sampler_dtype", "bfloat16")
 
     @property
     def samples_unchanged(self) -> bool:
@@ -149,99 +107,88 @@ class Pushes:
         args = self.trainer.args
         return not self.doubt and self.trainer.temperature == 1.0 and not distortions(vars(args))
 
+    # The trainer -----------------------------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Any:
+        """Accelerator of the trainer."""
+        return self.trainer.accelerator
+
+    @property
+    def bare_model(self) -> Any:
+        """Model of the trainer, without its wrappers."""
+        return self.trainer._bare(self.trainer.model)
+
+    @property
+    def reads_images(self) -> bool:
+        """True if prompts may have images."""
+        return hasattr(self.trainer.processing_class, "image_processor")
+
+    # A push ----------------------------------------------------------------------------------------------------------
+
+    def leaving_base_alone(self, model: Any) -> Any:
+        """Context in which a push of an adapter changes no weight of its base."""
+        if not hasattr(model, "merge_adapter"):
+            return nullcontext()
+        from .merged_adapters import leaving_base_alone
+
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        return leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
+
+    def noting(self, weights: Weights) -> Weights:
+        """Weights on their way to the sampler, shown to the checks."""
+        return weights if self.checks is None else self.checks.noting(weights)
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Context of a push that is checked afterwards."""
+        if self.checks is None:
+            yield
+            return
+        step = self.trainer.state.global_step
+        self.checks.before()
+        yield
+        # a sampler may hold older weights on purpose, and perhaps only one rank says so
+        announced = bool(largest(self.accelerator, int(self.trainer.rollout_step not in (None, step))))
+        self._take(self.checks.after(step, announced=announced))
+        self.checks.watch_cache(step, self._take)
+
+    def folder_of_adapter(self) -> Path | None:
+        """Folder with the adapter that was pushed instead of weights; `None` if weights were."""
+        return None
+
+    def keep(self, batch: dict[str, Any], mask: torch.Tensor) -> None:
+        """
+        Let the checks score completions of a batch once more, and count what they found since the one before. `mask`,
+        `(B, T)`, is non-zero on the tokens of the loss.
+        """
+        if self.checks is None or not self.trainer.model.training:
+            return
+        self._take(self.checks.keep(batch, mask, batch[ROLLOUT_LOGPS]))
+        # A push between two steps counts for the second one: the alarm has read the first one before
+        for sums in self._found:
+            self.trainer._observer.add("train", sums)
+        self._found.clear()
+
+    def _take(self, found: "Findings") -> None:
+        """Tell the trainer what the checks found. Its metrics have to wait for a batch."""
+        self.trainer._about.update(found.facts)  # in place, for the dump
+        self._found += found.sums
+        if found.error is not None:
+            raise found.error
+
+    # Texts to score once more ----------------------------------------------------------------------------------------
+
+    scores_at_once = True  # a batch that was just generated is scored with the weights of the latest push
+
     def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
         """Log-probabilities, `(n,)`, of the last tokens of `ids`, `(1, S)`, at temperature 1."""
         raise NotImplementedError
 
-
-class PushesToVLLM(Pushes):
-    """Pushes of a trainer that generates with `vllm_generation`, replacing `sync_weights`."""
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
-        self._of_function = getattr(trainer, "rollout_func", None) is not None
-        self._pushed: int | None = None  # optimizer step of the latest push
-        if self._of_function:
-            self.doubt = "Completions come from `rollout_func`, which may use another sampler."
-        if trainer.use_vllm:
-            generation = trainer.vllm_generation
-            refuse_packed_base(generation.model, generation.mode)
-            self._sync_weights = generation.sync_weights
-            generation.sync_weights = self.push
-
-    def push(self, *args: Any, **kwargs: Any) -> None:
-        """Push weights with TRL's `sync_weights`, or through vLLM's reload where that fails."""
-        trainer, generation = self.trainer, self.trainer.vllm_generation
-        before, step = trainer.rollout_step, trainer.state.global_step
-        # a sampler with older weights sets it during the push, and a function may ask another sampler
-        trainer.rollout_step = None if self._of_function else step
-        try:
-            with (
-                self.checking(),
-                self.leaving_base_alone(generation.model),
-                sending(generation, "_iter_named_params", self._sent),
-            ):
-                self._sync_weights(*args, **kwargs)
-                forget_images(generation)
-            self._pushed = step
-        except BaseException:
-            trainer.rollout_step = before
-            raise
-
-    @contextmanager
-    def noting_requests(self) -> Iterator[None]:
-        """
-        Context of a `rollout_func`. TRL pushes before it, whatever it samples with, so the step of the push is that of
-        its sampler only if the function asks the trainer's vLLM for completions, and announces no other. Only the main
-        process has a client of a server, and may ask for all ranks: a rank without a step takes the oldest of others.
-        """
-        with ExitStack() as stack:
-            for sampler, name in self._ways_to_ask():
-                stack.enter_context(patch.object(sampler, name, self._noted(getattr(sampler, name))))
-            yield
-        oldest = smallest(self.trainer.accelerator, self.trainer.rollout_step)
-        if self.trainer.rollout_step is None:
-            self.trainer.rollout_step = oldest
-
-    def _ways_to_ask(self) -> list[tuple[Any, str]]:
-        """Objects and their methods that ask the trainer's vLLM for completions on this rank."""
-        generation = self.trainer.vllm_generation
-        engines = (getattr(generation, name, None) for name in ("llm", "vllm_client"))
-        asked = [(engine, name) for engine in engines for name in ("generate", "chat") if hasattr(engine, name)]
-        return [(generation, "generate"), *asked]
-
-    def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(ask)
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            if self.trainer.rollout_step is None:
-                self.trainer.rollout_step = self._pushed
-            return ask(*args, **kwargs)
-
-        return asked
-
-    def _sent(self, weights: Weights) -> Weights:
-        """Weights that TRL still has to send."""
-        generation, noted = self.trainer.vllm_generation, self.noting(weights)
-        return push_through_reload(generation, noted) if needs_reload(generation) else noted
-
-    @property
-    def scores_at_once(self) -> bool:  # type: ignore[override]  # a sleeping engine drops its weights when done
-        return self.engine is None or not self.engine.enable_sleep_mode
-
-    def score(self, ids: torch.Tensor, n: int) -> torch.Tensor:
-        logps: torch.Tensor = self.trainer._score_text(ids, n)
-        return logps
-
-    @property
-    def server(self) -> str | None:
-        client = getattr(self.trainer.vllm_generation, "vllm_client", None) if self.trainer.use_vllm else None
-        return getattr(client, "base_url", None)
-
-    @property
-    def served_model(self) -> str:
-        return str(self.trainer.vllm_generation.vllm_client.model)
-
-    @property
-    def engine(self) -> Any:
-        trainer = self.trainer
-        return trainer.vllm_generation if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
+    def score_in_evaluation(self, ids: torch.Tensor, n: int) -> torch.Tensor:
+        """The same, on the CPU, by a model in evaluation mode. All ranks call it equally often."""
+        model = self.trainer.model_wrapped
+        # a forward pass of DDP's wrapper sends buffers, for which the others would wait if it failed on one rank
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        with evaluating(self.bare_model), patch.object(self.trainer, "model_wrapped", model):
+            return self.score(ids, n).float().cpu()

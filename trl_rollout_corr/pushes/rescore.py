@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
-from unittest.mock import patch
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..correction.functional import k3
 from ..correction.sums import Applied, SegmentedSums
 from ..messages import notify
-from ..trainers.forward_pass import evaluating
 from ..trainers.ranks import largest
 from .scoring_sampler import ScoringSampler
 
@@ -75,12 +72,12 @@ class Rescore:
     no further apart than usual.
 
     `pushes` ([`~trl_rollout_corr.pushes.pushes.Pushes`]) knows how the trainer scores a text, and `sampler` how the
-    sampler does. `counted` holds the sums that were not read yet.
+    sampler does.
     """
 
     def __init__(self, pushes: Any, sampler: ScoringSampler) -> None:
         self.pushes, self.sampler = pushes, sampler
-        self.counted: list[Rescored] = []
+        self._counted: list[Rescored] = []  # and not taken yet
         self.done = False
         self.looks = 0
         self._first: list[float] = []  # gaps of the first looks, of this rank
@@ -117,6 +114,11 @@ class Rescore:
         if self._due and self._texts is not None:
             self._look()
 
+    def take(self) -> list[Rescored]:
+        """Sums that were not taken yet."""
+        counted, self._counted = self._counted, []
+        return counted
+
     def _look(self) -> None:
         if self._gives_up(self.sampler.doubt, "another rank cannot score texts"):
             return
@@ -133,7 +135,7 @@ class Rescore:
         if sums is None:
             return
         self.looks += 1
-        self.counted.append(sums)
+        self._counted.append(sums)
 
     def _is_off(self, sums: Rescored) -> bool:
         """True if sampler and trainer are further apart than usual, on this rank."""
@@ -164,7 +166,7 @@ class Rescore:
         """The result of `score` on this rank; `None` on all ranks if it fails on one of them."""
         scored, problem = None, ""
         try:
-            with torch.no_grad(), as_before(self.pushes.trainer.accelerator.device):
+            with torch.no_grad(), as_before(self.pushes.accelerator.device):
                 scored = score()
         except Exception as error:  # a busy server, or memory that is short now, is no reason to end a run
             problem = f"the {who} did not score a text ({type(error).__name__}: {error})"
@@ -179,7 +181,7 @@ class Rescore:
         segments = {"fresh": fresh.sum(0), "texts": _concentration(fresh)}
         if self.pushes.samples_unchanged:
             segments["age"] = _gaps(now, then).sum(0)
-        device = self.pushes.trainer.accelerator.device
+        device = self.pushes.accelerator.device
         return Rescored.of({name: x.float().to(device) for name, x in segments.items()})
 
     def _shared(self, texts: list[Text]) -> list[Text]:
@@ -190,7 +192,7 @@ class Rescore:
         generation = self.pushes.engine
         if generation is None:
             of_main = [texts]
-            if self.pushes.trainer.accelerator.num_processes > 1:
+            if self.pushes.accelerator.num_processes > 1:
                 torch.distributed.broadcast_object_list(of_main, src=0)
             return of_main[0]
         if generation.tensor_parallel_size == 1:
@@ -201,17 +203,12 @@ class Rescore:
 
     def _largest(self, number: int) -> int:
         """The largest number over all ranks."""
-        return largest(self.pushes.trainer.accelerator, number)
+        return largest(self.pushes.accelerator, number)
 
     def _score(self, text: Text) -> torch.Tensor:
         """Log-probabilities of a completion under the trainer in evaluation mode. All ranks call it equally often."""
-        trainer = self.pushes.trainer
-        ids = torch.tensor([text.ids], device=trainer.accelerator.device)
-        model = trainer.model_wrapped
-        # a forward pass of DDP's wrapper sends buffers, for which the others would wait if it failed on one rank
-        model = model.module if isinstance(model, DistributedDataParallel) else model
-        with evaluating(trainer._bare(trainer.model)), patch.object(trainer, "model_wrapped", model):
-            logps: torch.Tensor = self.pushes.score(ids, len(text.completion)).float().cpu()
+        ids = torch.tensor([text.ids], device=self.pushes.accelerator.device)
+        logps: torch.Tensor = self.pushes.score_in_evaluation(ids, len(text.completion))
         return logps
 
     def _gives_up(self, problem: str, elsewhere: str) -> bool:

@@ -14,7 +14,7 @@ class ScoringSampler:
     """The sampler that gets the `pushes` ([`~trl_rollout_corr.pushes.pushes.Pushes`]) of a trainer."""
 
     def __init__(self, pushes: Any) -> None:
-        self.pushes, self.trainer = pushes, pushes.trainer
+        self.pushes = pushes
 
     def score(self, texts: list[list[int]], look: int) -> list[list[float]]:
         """
@@ -35,12 +35,12 @@ class ScoringSampler:
     @property
     def replicas(self) -> int:
         """Number of engines that sample, and have weights of their own, for this rank."""
-        return 1 if self.pushes.server is None else replicas_of(self.trainer._engine_config)
+        return 1 if self.pushes.server is None else replicas_of(self.pushes.engine_config)
 
     @property
     def longest(self) -> int | None:
         """Most tokens that the sampler can read; `None` if unknown."""
-        length: int | None = part_of(self.trainer._engine_config, "model_config", "max_model_len")
+        length: int | None = part_of(self.pushes.engine_config, "model_config", "max_model_len")
         return length
 
     @property
@@ -52,14 +52,14 @@ class ScoringSampler:
         """
         if self.pushes.engine is not None:
             return None
-        return max(part_of(self.trainer._engine_config, "scheduler_config", "max_num_seqs") or 0, OF_SERVER)
+        return max(part_of(self.pushes.engine_config, "scheduler_config", "max_num_seqs") or 0, OF_SERVER)
 
     @property
     def doubt(self) -> str:
         """A reason why log-probabilities of a text are missing or wrong, or an empty text."""
-        if hasattr(self.trainer.processing_class, "image_processor"):
+        if self.pushes.reads_images:
             return "a text that is scored once more cannot have images"
-        if part_of(self.trainer._engine_config, "speculative_config") is not None:
+        if part_of(self.pushes.engine_config, "speculative_config") is not None:
             return "vLLM's log-probabilities of a prompt are wrong with `speculative_config`"
         if self.pushes.engine is not None and in_slices(self.pushes.engine.llm) is None:
             return "vLLM would compute the logits of a whole text at once, which may need more memory than training"

@@ -5,7 +5,7 @@ TRL builds the engine of its colocate mode inside its trainer, as `vllm_generati
 the trainer is built.
 
 With `quantization`, vLLM rounds weights while it loads them, and again at each push
-([`~trl_rollout_corr.pushes.pushes.PushesToVLLM`]).
+([`~trl_rollout_corr.pushes.to_vllm.PushesToVLLM`]).
 """
 
 from contextlib import AbstractContextManager, nullcontext

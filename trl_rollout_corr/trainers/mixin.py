@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from ..pushes.pushes import PushesToVLLM
+from ..pushes.to_vllm import PushesToVLLM
 from ..replay.on_demand import replays_of
 from ..replay.seam import Replay
 from ..settings.config import RolloutCorrectionConfig
@@ -219,7 +219,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
             corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
             self._record(corrected)
             output[COEFFICIENTS] = corrected.coefficients
-        self._pushes.keep(output)
+        self._pushes.keep(output, self._loss_mask(output))
         return output
 
     def _warn_about_images(self, generation: Generation, output: Mapping[str, Any]) -> None:
