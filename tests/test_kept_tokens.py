@@ -115,10 +115,10 @@ def test_an_adapter_of_the_head_is_refused(tiny_model_path, tmp_path):
     trainer = SimpleNamespace(
         args=args, _settings=args.settings, model=model, accelerator=accelerator, _bare=lambda model: model
     )
-    check_kept_tokens(trainer)
+    check_kept_tokens(trainer, trainer._settings, trainer._bare)
     trainer.model = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="`rollout_support` is 'replay', but the adapter changes the head"):
-        check_kept_tokens(trainer)
+        check_kept_tokens(trainer, trainer._settings, trainer._bare)
 
 
 @pytest.mark.vllm

@@ -89,6 +89,7 @@ SEAM = {
         "trl_checks",
         "trl_interface",
         "vllm_engine",
+        "visits",
         "age_notice",
         "batches",
         "mixin",

@@ -15,6 +15,7 @@ import torch
 from accelerate import DistributedType
 
 from ..settings.effects import truncations
+from ..settings.resolve import Settings
 from ..trainers.forward_pass import ForwardPass
 from .experts import ROUTES, Experts
 from .kept_tokens import KeptTokens
@@ -22,6 +23,7 @@ from .router_hooks import Flips
 from .seam import Replay
 
 
+Unwrap = Callable[[Any], Any]  # returns a model without its wrappers
 # Settings of models that change logits above the head
 _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
@@ -95,19 +97,19 @@ class Replays(Replay):
             self.experts.end()
 
 
-def kept_tokens_of(trainer: Any) -> KeptTokens | None:
+def kept_tokens_of(trainer: Any, settings: Settings, unwrap: Unwrap) -> KeptTokens | None:
     """Replay of the tokens that a trainer's sampler keeps; `None` without replay."""
-    if trainer._settings.rollout_support is None:
+    if settings.rollout_support is None:
         return None
-    check_kept_tokens(trainer)
+    check_kept_tokens(trainer, settings, unwrap)
     if not trainer.use_vllm or not truncations(vars(trainer.args)):
         return None
-    return KeptTokens(trainer.vllm_generation, trainer.temperature, trainer._bare)
+    return KeptTokens(trainer.vllm_generation, trainer.temperature, unwrap)
 
 
-def check_kept_tokens(trainer: Any) -> None:
+def check_kept_tokens(trainer: Any, settings: Settings, unwrap: Unwrap) -> None:
     """Refuse trainers whose kept tokens or logits are unknown."""
-    model = trainer._bare(trainer.model)
+    model = unwrap(trainer.model)
     text_config = model.config.get_text_config()
     scaled = [name for name in _SCALES if getattr(text_config, name, None) not in (None, 1.0)]
     parts = ("rollout_func", "tools", "environments")
@@ -121,16 +123,16 @@ def check_kept_tokens(trainer: Any) -> None:
     )
     if reason:
         raise ValueError(
-            f"`rollout_support` is {trainer._settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
+            f"`rollout_support` is {settings.rollout_support!r}, but {reason}. Set `rollout_support` to None."
         )
 
 
-def experts_of(trainer: Any) -> Experts | None:
+def experts_of(trainer: Any, settings: Settings, unwrap: Unwrap) -> Experts | None:
     """Replay of the experts that a trainer's sampler chooses, recorded from now on; `None` without replay."""
-    if trainer._settings.rollout_routing is None:
+    if settings.rollout_routing is None:
         return None
     models: Sequence[Any] = (trainer.model, getattr(trainer, "ref_model", None))
-    experts = Experts([trainer._bare(model) for model in models if model is not None], trainer._bare)
+    experts = Experts([unwrap(model) for model in models if model is not None], unwrap)
     if trainer.use_vllm:
         trainer.vllm_generation.llm = experts.recording(trainer.vllm_generation.llm)
     return experts

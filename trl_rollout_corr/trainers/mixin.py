@@ -33,21 +33,11 @@ from .completions import read_logprobs
 from .engine_arguments import engine_arguments
 from .forward_pass import ForwardPass, Generation, LossPass, OldPass, Rescoring, Scoring
 from .gradient_check import GradientCheck, not_in_loss
-from .keys import (
-    COEFFICIENTS,
-    FIRST_COEFFICIENTS,
-    FIRST_LOGPS,
-    LOGPS_OF_TRL,
-    OLD_LOGPS,
-    REWARDS,
-    ROLLOUT_LOGPS,
-    ROLLOUT_STEP,
-    TURN_IDS,
-    VISITED,
-)
+from .keys import COEFFICIENTS, LOGPS_OF_TRL, OLD_LOGPS, REWARDS, ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
 from .scoring import score_alone, score_text, sequences_of
 from .trl_interface import check_bases, check_trl, definer
 from .versions import refuse_fused_loss, refuse_weights, without_trl_correction
+from .visits import Visits
 from .vllm_engine import IMAGES, warn_about_images, watch_sampler
 
 
@@ -81,12 +71,8 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
     # no method can do without: the settings, the observer, the pushes and the visits.
     _pass = ForwardPass()  # the current forward pass
     _replays: Any = Replay()  # of the sampler's choices
-    _generated_step = 0  # optimizer steps made when the batch was generated
     _other_prompts = False  # True once vLLM read another prompt than the trainer
     _gradient_checked = False  # True once the correction was found in the gradient of TRL's loss
-    # True if every sample is visited before the first optimizer step after its generation: the policy of the first
-    # visit is then the old policy
-    _visited_before_update = False
 
     def __init__(
         self,
@@ -102,13 +88,12 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         refuse_fused_loss(self._trl_class, args)
         with engine_arguments(args, self._settings), without_trl_correction(args, self._settings):
             super().__init__(model, reward_funcs, args, *further_args, **kwargs)
-        self._first_visits = 0  # among the micro-batches of the generation
-        self._visited_before_update = self.args.gradient_accumulation_steps % self.args.steps_per_generation == 0
+        self._visits = Visits(self.args)
         if self.use_vllm:
             self._check_server()
         self._check_sampler()
         self._pushes = PushesToVLLM(self)
-        self._replays = replays_of(self)
+        self._replays = replays_of(self, self._settings, self._bare)
         if self.use_vllm:
             watch_sampler(self.vllm_generation, self._record_logprobs, self._replays.kept_tokens)
         self._set_up_observer()
@@ -163,7 +148,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         """True if generation must compute the log-probabilities of the old policy."""
         settings = self._settings
         return not settings.bypass_mode and (
-            not self._visited_before_update or settings.needs_whole_batch or self._excludes_from_baseline
+            not self._visits.before_update or settings.needs_whole_batch or self._excludes_from_baseline
         )
 
     @property
@@ -190,16 +175,31 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         old_pass = self._new_old_pass()
         asking = nullcontext() if old_pass is None else self._asking_for_old_pass()
         with self._during(Scoring(old_pass)) as scoring, asking:
-            output = super()._generate_and_score_completions(inputs, *args, **kwargs)
-        if old_pass is not None:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs, *args, **kwargs)
+        self._settle(scoring, output)
+        self._warn_about_images(scoring.generation, output)
+        self._add_columns(scoring, output)
+        self._note_origin(output)
+        if self.model.training:
+            self._visits.begin(output, self.state.global_step)
+        if self._settings.needs_whole_batch and not self._settings.bypass_mode and OLD_LOGPS in output:
+            self._correct_whole_batch(output)
+        self._pushes.keep(output, self._loss_mask(output))
+        return output
+
+    def _settle(self, scoring: Scoring, output: dict[str, Any]) -> None:
+        """Check that TRL scored a batch as this class expects, and settle its old log-probabilities."""
+        if scoring.old_pass is not None:
             expected = 1 + (self.beta != 0.0)  # the old pass, and the reference pass
-            old_pass.settle(output, expected=expected, anchor_key=self._anchor_key, trainer=type(self))
+            scoring.old_pass.settle(output, expected=expected, anchor_key=self._anchor_key, trainer=type(self))
         if not self._settings.by_trl:
             refuse_weights(output)
         owner = definer(type(self), "_generate_and_score_completions", after=RolloutCorrectionMixin)
         scoring.check_rows(len(output["completion_ids"]), owner.__name__)
+
+    def _add_columns(self, scoring: Scoring, output: dict[str, Any]) -> None:
+        """Add to a batch what TRL discarded: log-probabilities and choices of the sampler, rewards and turns."""
         completion_ids = output["completion_ids"]
-        self._warn_about_images(scoring.generation, output)
         if ROLLOUT_LOGPS in output:
             output[LOGPS_OF_TRL] = output[ROLLOUT_LOGPS]
         output[ROLLOUT_LOGPS] = scoring.generation.rollout_logps(completion_ids)
@@ -209,18 +209,12 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         self._replays.clear()
         if (turn_ids := scoring.generation.padded_turn_ids(completion_ids)) is not None:
             output[TURN_IDS] = turn_ids
-        self._note_origin(output)
-        if self.model.training and self.num_iterations > 1:  # for later visits
-            self._first_visits = 0
-            output[VISITED] = torch.zeros(len(completion_ids), dtype=torch.bool)
-            for key in (FIRST_LOGPS, FIRST_COEFFICIENTS):
-                output[key] = torch.zeros_like(completion_ids, dtype=torch.float32)
-        if self._settings.needs_whole_batch and not self._settings.bypass_mode and OLD_LOGPS in output:
-            corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
-            self._record(corrected)
-            output[COEFFICIENTS] = corrected.coefficients
-        self._pushes.keep(output, self._loss_mask(output))
-        return output
+
+    def _correct_whole_batch(self, output: dict[str, Any]) -> None:
+        """Correct a batch before its visits, which see parts of it."""
+        corrected = self._correct_from(output[OLD_LOGPS], output, from_old=True)
+        self._record(corrected)
+        output[COEFFICIENTS] = corrected.coefficients
 
     def _warn_about_images(self, generation: Generation, output: Mapping[str, Any]) -> None:
         """Warn once about prompts with images that vLLM and the trainer read differently."""
@@ -232,9 +226,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
             warn_about_images(*other)
 
     def _note_origin(self, output: dict[str, Any]) -> None:
-        """Keep the optimizer step of the weights that sampled a batch, and of its old policy."""
-        if self.model.training:
-            self._generated_step = self.state.global_step
+        """Keep the optimizer step of the weights that sampled a batch."""
         if self.rollout_step is not None:
             steps = torch.full_like(output["advantages"], self.rollout_step, dtype=torch.long)
             output[ROLLOUT_STEP] = steps if steps.dim() == 1 else steps[:, 0]
@@ -242,7 +234,7 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
     def _lags(self, batch: dict[str, Any], from_old: bool) -> torch.Tensor | None:
         if not from_old or not self.model.training:  # in an evaluation the old policy is the current one
             return super()._lags(batch, from_old)
-        return self._generated_step - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
+        return self._visits.generated - batch[ROLLOUT_STEP] if ROLLOUT_STEP in batch else None
 
     def _generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         with self._during(Generation()) as generation:
@@ -332,8 +324,8 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
         """
         batch, inputs, current = loss_pass.batch, loss_pass.inputs, logps.detach()
         inputs["advantages"] = batch["advantages"]
-        first = self._is_first_visit(current, batch)
-        old: Any = self._old_logps(current, batch, first)
+        first = self._visits.is_first(current, batch)
+        old = self._visits.old_logps(current, batch, self._now, first=first)
         self._observer.add_visit(self._now, self._ages(batch), self._loss_mask(batch), current, old)
         if self._settings.bypass_mode:
             corrected = self._correct_from(current, batch, from_old=old is current)
@@ -379,45 +371,17 @@ class RolloutCorrectionMixin(BatchCorrectionMixin):
 
         return score_alone(forward, batch, **most)
 
-    def _is_first_visit(self, current: torch.Tensor, batch: dict[str, Any]) -> bool:
-        """Count a visit. The first one keeps its log-probabilities, `(B, T)`, in the batch."""
-        if self.num_iterations == 1 or FIRST_LOGPS not in batch:  # an evaluation visits every batch once
-            return True
-        if batch[VISITED].any():
-            return False
-        self._first_visits += 1
-        if self._first_visits > self.args.steps_per_generation:
-            raise RuntimeError(
-                "A micro-batch is visited again, but the log-probabilities of its first visit are lost: the tensors "
-                "of the batch are copied before each visit, and the first visit filled a copy. In `_prepare_inputs` "
-                "or `compute_loss`, copy the dictionary (`dict(inputs)`) and not its tensors, or copy them once for "
-                "all iterations."
-            )
-        batch[VISITED].fill_(True)
-        batch[FIRST_LOGPS].copy_(current)
-        return True
-
-    def _old_logps(self, current: torch.Tensor, batch: dict[str, Any], first: bool) -> torch.Tensor | None:
-        """Log-probabilities of the old policy, `(B, T)`; `None` if they are unknown."""
-        if self._visited_before_update and not first:
-            kept: torch.Tensor = batch[FIRST_LOGPS]
-            return kept.to(current.dtype)
-        # TRL goes on with the rest of a generation after an interrupt, and its later generations see an update
-        present = self._visited_before_update and self._generated_step == self.state.global_step
-        if present or not self.model.training:
-            return current
-        return batch.get(OLD_LOGPS)
-
     def _decoupled(
         self, train_logps: torch.Tensor, batch: dict[str, torch.Tensor], first: bool, *, from_old: bool
     ) -> torch.Tensor:
         """Coefficients in decoupled mode, `(B, T)`. The policy is the old one, or the current one if it is unknown."""
-        if COEFFICIENTS in batch or not first:
-            return batch[COEFFICIENTS] if COEFFICIENTS in batch else batch[FIRST_COEFFICIENTS].to(train_logps.dtype)
+        if COEFFICIENTS in batch:
+            return batch[COEFFICIENTS]
+        if not first:
+            return self._visits.first_coefficients(batch).to(train_logps.dtype)
         corrected = self._correct_from(train_logps, batch, from_old=from_old)
         self._record(corrected)
-        if FIRST_COEFFICIENTS in batch:  # kept for later visits
-            batch[FIRST_COEFFICIENTS].copy_(corrected.coefficients)
+        self._visits.keep_coefficients(batch, corrected.coefficients)
         return corrected.coefficients
 
     def _enter_loss(
