@@ -393,6 +393,15 @@ def test_the_core_and_the_trainers_import_no_tool():
             )
 
 
+def test_the_door_leads_to_tools_alone():
+    path = PACKAGE / "door.py"
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        opened = [node.module or "" for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+        assert opened, function.name
+        assert all(module.split(".")[0] == "tools" for module in opened), function.name
+
+
 @pytest.mark.parametrize("module", WITHOUT_TOOLS)
 def test_what_decides_the_loss_loads_no_tool(imports, module):
     loaded = imports["loaded"][module]
@@ -416,6 +425,18 @@ def test_a_training_with_default_settings_loads_no_replay(imports):
     loaded = imports["default"]
     assert "trl_rollout_corr.pushes.push_checks" in loaded
     assert not {f"trl_rollout_corr.replay.{name}" for name in ONLY_IF_ASKED["replay"]} & {*loaded}
+
+
+def test_replays_and_checks_of_pushes_touch_no_private_part_of_a_trainer():
+    """`Pushes` takes to the trainer what the checks of pushes found, and they do not see the trainer at all."""
+    for room, modules in ONLY_IF_ASKED.items():
+        for name in modules:
+            code = ast.parse((PACKAGE / room / f"{name}.py").read_text())
+            read = [node for node in ast.walk(code) if isinstance(node, ast.Attribute)]
+            owners = [(ast.unparse(node.value).split(".")[-1], node.attr) for node in read]
+            private = [attribute for owner, attribute in owners if owner == "trainer" and attribute.startswith("_")]
+            seen = [attribute for _, attribute in owners if attribute == "trainer"]
+            assert private + seen == [], name
 
 
 def test_every_module_has_its_place():
