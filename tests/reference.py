@@ -9,6 +9,9 @@ import re
 import statistics
 
 
+WINDOW = 16  # tokens whose ratios are multiplied
+
+
 def clip(x, bound=20.0):
     return min(max(x, -bound), bound)
 
@@ -35,7 +38,8 @@ def ratios(sequences, level, turns=None):
     for i, sequence in enumerate(sequences):
         row = [0.0] * len(sequence)
         for group in groups(len(row), unit_of_level(level), turns and turns[i]):
-            d = [sequence[t][0] - sequence[t][1] for t in group]
+            before = range(max(group[0] - WINDOW + 1, 0), group[0]) if level == "window" else []
+            d = [sequence[t][0] - sequence[t][1] for t in (*before, *group)]
             exponent = sum(d) / len(d) if level == "geometric" else sum(d)
             for t in group:
                 row[t] = math.exp(min(exponent, 20))
@@ -44,7 +48,7 @@ def ratios(sequences, level, turns=None):
 
 
 def unit_of_level(level):
-    return level if level in ("token", "turn") else "seq"
+    return {"token": "token", "window": "token", "turn": "turn"}.get(level, "seq")
 
 
 def bound(r, lower, upper, clamp):
@@ -166,7 +170,7 @@ def weight_metrics(sequences, level, lower, upper, normalize=False, clamp=False,
     low = 1 / upper if lower is None else lower
     flat_raw, flat = [x for row in raw for x in row], [x for row in applied for x in row]
     units = normalization_units(raw, level, turns)
-    extremes = flat if level == "token" else units
+    extremes = flat if unit_of_level(level) == "token" else units
     mean = statistics.fmean(flat)
     metrics = {
         "rollout_is_mean": mean,

@@ -36,8 +36,8 @@ def test_every_mistake_is_named_with_the_nearest_name(check):
     assert code == 1
     for part in (
         "line 1: `rollout_corection` is not a field of the configuration. Did you mean 'rollout_correction'?",
-        "line 2: `rollout_is` must be one of token, turn, sequence, geometric, preset or None, got 'tokn'. Did you mean "
-        "'token'?",
+        "line 2: `rollout_is` must be one of token, window, turn, sequence, geometric, preset or None, got "
+        "'tokn'. Did you mean 'token'?",
         "line 3: `rollout_nan_policy` must be one of drop, raise, neutralize, got 'dropp'. Did you mean 'drop'?",
         "line 4: argument --max_steps/--max-steps: invalid int value: 'three'",
         "lines 5 and 6: `learning_rate` is set 2 times, and the last one counts.",
@@ -97,7 +97,7 @@ OF_TRL = "vllm_importance_sampling_"
     [
         (
             "max_completion_length: 8192\n",
-            "keeps 6.6 % to 0.38 % of its loss on average. Set `rollout_correction` to auto: it looks at each token",
+            "keeps 6.6 % to 0.38 % of its loss on average. Set `rollout_correction` to auto: it drops tokens",
         ),
         ("max_completion_length: 512\n", ""),
         (f"max_completion_length: 8192\n{OF_TRL}mode: token_truncate\n", ""),

@@ -199,7 +199,7 @@ def test_what_to_do_with_broken_tokens_may_be_set_beside_the_correction_of_trl()
 
 
 def test_a_dump_may_name_a_part_of_its_settings(tmp_path):
-    for fields in ({}, {"rollout_correction": "trl"}, {"rollout_correction": "auto", "rollout_is": "token"}):
+    for fields in ({}, {"rollout_correction": "trl"}, {"rollout_correction": "auto", "rollout_is": "window"}):
         assert read_settings(fields, "") == settings(**fields)
     of_trl = {"rollout_correction": "trl", "rollout_is": "token", "rollout_is_threshold": 2.0}
     assert read_settings(of_trl, "").bounding[:3] == ("token", None, 2.0)
@@ -455,7 +455,10 @@ def test_a_threshold_of_a_preset_is_not_that_of_other_criteria(criteria):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rollout_is": "tokn"}, "`rollout_is` must be one of token, turn, sequence, geometric, preset or None, got "),
+        (
+            {"rollout_is": "tokn"},
+            "`rollout_is` must be one of token, window, turn, sequence, geometric, preset or None, got ",
+        ),
         ({"rollout_loss_type": "grpo"}, "`rollout_loss_type` must be one of ppo_clip, reinforce or None, got 'grpo'"),
         ({"rollout_nan_policy": "ignore"}, "`rollout_nan_policy` must be one of drop, raise, neutralize"),
         ({"bypass_mode": "maybe"}, "`bypass_mode` must be true or false, got 'maybe'"),
@@ -596,7 +599,7 @@ EXPECTED_PRESETS = {
     "decoupled_intellect3": ("token", [0.5, 5.0], ["seq_max_k1"], [[1e-5, math.inf]], False),
     "bypass_flash_reinforce": ("token", 20.0, ["seq_mean_binary_kl"], [0.003], "reinforce"),
     "trl": ("sequence", [0.0, 3.0], None, None, False),
-    "auto": ("token", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
+    "auto": ("window", [[0.0, 1.0], [1.0, 1.0]], ["token_tv", "token_k1"], [[0.2, 0.2], [0.001, math.inf]], False),
 }
 
 
@@ -654,9 +657,9 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
         ),
         (
             {"rollout_correction": "auto"},
-            "auto: token importance weights while vLLM is behind, at most 1 for negative advantages and exactly 1 for "
-            "positive ones. Tokens are rejected if the update would push them further out of a region of 0.2 around "
-            "vLLM's probability (token_tv), or if their ratio is below 0.001 (token_k1).",
+            "auto: token importance weights (products of 16 ratios) while vLLM is behind, at most 1 for negative advantages "
+            "and exactly 1 for positive ones. Tokens are rejected if the update would push them further out of a region of "
+            "0.2 around vLLM's probability (token_tv), or if their ratio is below 0.001 (token_k1).",
         ),
         (
             {"rollout_is": "token"},

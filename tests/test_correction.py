@@ -126,7 +126,7 @@ def test_weights_and_their_metrics_equal_the_loops(batch, level, bounds, normali
 def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, per_token):
     *batch, advantages = batch
     negative, positive = ((0.3, 1.1), (0.9, 3.0)) if not clamp else ((0.0, 1.0), (1.0, 1.0))
-    per_token = per_token and level == "token"
+    per_token = per_token and level in ("token", "window")
     correction = correct(
         *batch,
         advantages.unsqueeze(1).expand(batch[2].shape) if per_token else advantages,
@@ -146,7 +146,7 @@ def test_weights_by_sign_of_the_advantage_equal_the_loops(batch, level, clamp, p
         "rollout_is_mean": statistics.fmean(flat),
         "rollout_is_ratio_fraction_high": statistics.fmean(r > upper for r, (_, upper) in units),
         "rollout_is_ratio_fraction_low": statistics.fmean(r < lower for r, (lower, _) in units),
-        **({"rollout_is_max": max(flat), "rollout_is_min": min(flat)} if level == "token" else {}),
+        **({"rollout_is_max": max(flat), "rollout_is_min": min(flat)} if level in ("token", "window") else {}),
     }
     assert_metrics(named(correction), shares)
 
@@ -348,6 +348,18 @@ def test_log_ratios_at_the_bounds_are_kept():
     )  # fmt: skip
     assert correction.keep.all()
     assert (correction.weights > 0).all()
+
+
+def test_a_window_ends_with_the_token_and_has_sixteen_tokens_of_the_completion():
+    d = torch.full((2, 40), 0.1)
+    d[0, 3], d[1, 20:22] = -2.0, math.nan
+    mask = torch.ones(2, 40)
+    mask[1, 10:15] = 0  # as the answer of a tool
+    weights = correct(d, torch.zeros(2, 40), mask, rollout_is="window", rollout_is_threshold=math.inf).weights
+    counts = torch.where((mask != 0) & d.isfinite(), d, 0.0).double()
+    expected = torch.stack([counts[:, max(t - 15, 0) : t + 1].sum(1).exp() for t in range(40)], 1)
+    torch.testing.assert_close(weights.double(), expected * (mask != 0) * d.isfinite(), rtol=1e-5, atol=0)
+    assert weights[0, 18] < 1 < weights[0, 19]  # the token of -2 leaves the window
 
 
 # Broken log-probabilities ---------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def _direction(advantages: torch.Tensor | None, mask: torch.Tensor, settings: Se
     if advantages is None and not directed:
         return None
     one, each = mask.shape[:1], mask.shape
-    allowed = [one, (*one, 1), *([each] if by_sign is None or by_sign.level == "token" else [])]
+    allowed = [one, (*one, 1), *([each] if by_sign is None or by_sign.unit == "token" else [])]
     if advantages is not None and advantages.shape in allowed:
         return (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).detach().float()
     needs = f"{directed[0]} on the sign of the advantages: pass `advantages`" if directed else "`advantages` must be"

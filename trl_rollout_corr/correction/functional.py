@@ -24,6 +24,10 @@ Bound = float | torch.Tensor
 # away.
 LOG_RATIO_BOUND = 20.0
 
+# Tokens of a window. Rounding of BF16, with a `k3_kl` of 0.001, scatters the product of 16 ratios by 0.18 nats, and
+# FP8, with 0.014, by 0.67, whatever the length of a completion.
+WINDOW = 16
+
 # A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
 
@@ -158,19 +162,25 @@ def select_tokens(
 
 def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     r"""
-    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn or sequence, or `exp(mean d)` per
-    sequence.
+    Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn, sequence or window, or
+    `exp(mean d)` per sequence. The window of a token ends with it and has [`WINDOW`] tokens.
 
     `sequence` is the unbiased importance weight of a completion; `token` is its first-order, low-variance substitute
     ([Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training](https://fengyao.notion.site/off-policy-rl)); `geometric` is `sequence` to the power `1 / length`
     ([GSPO](https://huggingface.co/papers/2507.18071) uses this form of ratio).
 
+    The exact weight of a token's gradient, with what came before it, is the product of all ratios up to it
+    (per-decision importance sampling); `window` leaves out those far before, so that it does not scatter more in long completions.
+
     The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on tokens that do not
     count.
     """
     if level == "token":
         return tokens.log_ratio.clamp(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
+    if level == "window":
+        log_ratio = torch.nn.functional.pad(tokens.log_ratio, (WINDOW - 1, 0)).unfold(-1, WINDOW, 1).sum(-1)
+        return log_ratio.clamp_(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid)
     unit = "turn" if level == "turn" else "seq"
     log_ratio = tokens.over(unit, tokens.log_ratio, "sum")
     if level == "geometric":

@@ -38,8 +38,8 @@ class RolloutCorrectionConfig:
             you change a field `vllm_importance_sampling_*` or set `loss_type` to vespo, and no preset if you set
             `rollout_is`, `rollout_rs` or `bypass_mode`.
         rollout_is (`str` or `None`, *optional*, defaults to `"preset"`):
-            Level of the importance weights: token, turn, sequence (product of ratios), geometric (their mean), or
-            `None`.
+            Level of the importance weights: token, window (of a token, the product of its ratio and those of the 15
+            before it), turn, sequence (product of ratios), geometric (their mean), or `None`.
         rollout_is_threshold (`float` or `list`, *optional*):
             A number truncates the weights from above; outside a pair they are 0 (IcePop). Two pairs, such as
             `0_1,1_1`, are for negative and for positive advantages.

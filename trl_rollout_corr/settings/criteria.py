@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 
-Level = Literal["token", "turn", "sequence", "geometric"]
+Level = Literal["token", "window", "turn", "sequence", "geometric"]
 CriterionName = Literal[
     "token_k1", "token_k2", "token_k3",
     "turn_sum_k1", "turn_sum_k2", "turn_sum_k3",
@@ -62,7 +62,7 @@ class Criterion(NamedTuple):
 class Bounding(NamedTuple):
     """Level and bounds of the importance weights."""
 
-    level: str  # "token", "turn", "sequence" or "geometric"
+    level: str  # one of `LEVELS`
     lower: float | None  # None for truncation
     upper: float
     clamps: bool  # whether weights outside the bounds are moved to the nearest bound, instead of being set to 0
@@ -73,7 +73,7 @@ class Bounding(NamedTuple):
     @property
     def unit(self) -> str:
         """What gets one weight: `"token"`, `"turn"` or `"seq"`."""
-        return self.level if self.level in ("token", "turn") else "seq"
+        return {"token": "token", "window": "token", "turn": "turn"}.get(self.level, "seq")
 
     @property
     def drops(self) -> bool:

@@ -17,7 +17,7 @@ _PURE_IS = "Write `bypass_mode: true` and `rollout_loss_type: reinforce`."
 INSTEAD = {
     "rollout_token_veto_threshold": _VETO,
     "rollout_is_veto_threshold": _VETO,
-    "rollout_is_level": "Write the level as `rollout_is`: token, turn, sequence or geometric.",
+    "rollout_is_level": "Write the level as `rollout_is`: token, window, turn, sequence or geometric.",
     "rollout_is_mode": "A number as `rollout_is_threshold` truncates weights. To mask tokens, set `rollout_rs`, too.",
     "rollout_is_threshold_lower": "Write both bounds as a pair: `rollout_is_threshold: [0.5, 2.0]`.",
     "rollout_rs_threshold_lower": "Write both bounds as a pair: `rollout_rs_threshold: [[0.5, 2.0]]`.",

@@ -79,10 +79,10 @@ LATER_PRESETS: dict[str, dict[str, Any]] = {
     "trl": _NO_IS,
     # Chosen on some tasks and judged on others, see `benchmarks/arena`.
     "auto": {
-        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per token instead of per sequence: 1 where the
-        # advantage is positive, else the ratio, at most 1. So a token that became unlikely since it was sampled is
-        # not pushed down much further.
-        "rollout_is": "token",
+        # Weights of TOPR (https://huggingface.co/papers/2503.14286), per window instead of per sequence: 1 where the
+        # advantage is positive, else the product of a few ratios, at most 1. So what became unlikely since it was
+        # sampled, and what follows it, is not pushed down much further. A product over a sequence shrinks with length.
+        "rollout_is": "window",
         "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]],
         "rollout_is_clamp": True,
         # With the newest weights the ratio is what the two engines compute differently. Weights would pull the policy

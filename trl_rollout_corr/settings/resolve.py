@@ -151,7 +151,7 @@ class Settings:
     def acting_on_parts(self) -> tuple[str, ...]:
         """What acts on single tokens or turns: criteria, and the field of the weights."""
         criteria = tuple(c.name for c in self.criteria if c.unit in ("token", "turn"))
-        weights = self.rollout_is in ("token", "turn") and self.applies_weights
+        weights = self.bounding is not None and self.bounding.unit != "seq" and self.applies_weights
         return (*criteria, *(["rollout_is"] if weights else []))
 
     @property

@@ -73,11 +73,12 @@ def _weights_in_words(settings: Settings) -> str:
     where = " while vLLM is behind" if bounding.stale_only else ""
     if is_by_sign(bounds):
         negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
-        of = " (mean ratio)" if settings.rollout_is == "geometric" else ""
+        of = {"geometric": " (mean ratio)", "window": " (products of 16 ratios)"}.get(bounding.level, "")
         signs = f"{negative} for negative advantages and {positive} for positive ones"
         weights = f"{unit} importance weights{of}{where}, {signs}"
         return weights if settings.applies_weights else f"{weights}, only reported"
-    ratio = f"{'mean ' if settings.rollout_is == 'geometric' else ''}ratio (trainer to sampler)"
+    ratio = {"geometric": "mean ratio", "window": "ratio and those of the 15 before it"}.get(bounding.level, "ratio")
+    ratio = f"{ratio} (trainer to sampler)"
     weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}{where}"
     return weights if settings.applies_weights else f"{weights}, which is only reported"
 

@@ -77,7 +77,7 @@ ROWS = (
     Row(
         {},
         ADVISED,
-        "It looks at each token by itself, drops those that have already moved too far, and needs no tuning.",
+        "It drops tokens that have already moved too far, at any length, and needs no tuning.",
         "How the corrections compared",
     ),
 )

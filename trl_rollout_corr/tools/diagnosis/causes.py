@@ -148,7 +148,8 @@ CAUSES: dict[str, Cause] = {
         "context that it never meets.",
     ),
     "by_advantage": Cause(
-        "a gap in completions or tokens with one sign of the advantage, and a smaller one in the others of the same steps",
+        "a gap in completions or tokens with one sign of the advantage, and a smaller one in the others of the same "
+        "steps",
         Test(subsets.by_advantage, 1.5, 2.5),
         "Look at what comes after the rewards: values that are computed again or stored in another type, edited "
         "completions, or other sources, such as demonstrations. `k3_kl` may stay flat while the reward falls: watch "

@@ -138,7 +138,7 @@ def _fell(window: Window) -> str:
 
 def _apart(window: Window) -> str:
     """Why the mean weight is low; the weight of a single token does not depend on the length."""
-    of_tokens = window.bounding is not None and window.bounding.level == "token"
+    of_tokens = window.bounding is not None and window.bounding.unit == "token"
     return "Sampler and trainer are far apart." if of_tokens else APART
 
 
