@@ -111,11 +111,11 @@ def test_runs_that_are_published_are_those_that_are_planned(arena, plan, publish
 
 def test_the_candidate_that_was_chosen_is_auto(plan):
     generator = torch.Generator().manual_seed(0)
-    rollout = -3 * torch.rand(64, 16, generator=generator)
-    train = (rollout + 2 * torch.randn(64, 16, generator=generator)).clamp(max=0.0)
+    rollout = -3 * torch.rand(64, 24, generator=generator)
+    train = (rollout + 2 * torch.randn(64, 24, generator=generator)).clamp(max=0.0)
     advantages = torch.randn(64, generator=generator)
     fresh = torch.arange(64) % 2 == 0
-    auto, cap3, cap1, unweighted = (
+    auto, single, cap3, cap1, unweighted = (
         compute_rollout_correction(
             train,
             rollout,
@@ -124,10 +124,15 @@ def test_the_candidate_that_was_chosen_is_auto(plan):
             advantages=advantages,
             fresh=fresh,
         ).coefficients
-        for arm in ("auto", "cap3", "cap1", "cap3_unweighted")
+        for arm in ("auto", "single", "cap3", "cap1", "cap3_unweighted")
     )
-    assert torch.equal(auto[~fresh], cap1[~fresh])
+    assert torch.equal(single[~fresh], cap1[~fresh])
+    assert torch.equal(single[fresh], unweighted[fresh])
     assert torch.equal(auto[fresh], unweighted[fresh])
+    d = train - rollout
+    products = torch.stack([d[:, max(0, t - 15) : t + 1].sum(1).exp() for t in range(24)], 1).clamp(max=1)
+    expected = torch.where(advantages[:, None] > 0, 1.0, products) * (unweighted != 0)
+    torch.testing.assert_close(auto[~fresh], expected[~fresh])
     assert not torch.equal(cap1[fresh], unweighted[fresh])
     assert cap3.max() == 3
     assert torch.equal(cap3.clamp(max=1), cap1)
@@ -670,8 +675,8 @@ def test_runs_of_the_rule_that_followed_stand_next_to_the_archive(arena):
     about = {"seed": 0, "machine": "a", "falls": False}
     fresh, stale = "grpo-triple-in_step-fast-long-noise", "grpo-mirror-lag_4-fast-garbage"
     rows = [
-        {"cell": fresh, "arm": "auto", "accuracy": 0.4, **about},
-        {"cell": stale, "arm": "auto", "accuracy": 0.4, **about},
+        {"cell": fresh, "arm": "single", "accuracy": 0.4, **about},
+        {"cell": stale, "arm": "single", "accuracy": 0.4, **about},
         {"cell": stale, "arm": "trl", "accuracy": 0.41, **about},
         {"cell": "without the rule", "arm": "trl", "accuracy": 0.41, **about},
     ]
@@ -694,10 +699,10 @@ def test_runs_of_the_rule_that_followed_stand_next_to_the_archive(arena):
 def test_a_sampler_that_announces_its_age_stands_next_to_arms_that_do_not_read_it(arena):
     cell = "grpo-tagged_words-lag_8-faster"
     about = {"seed": 0, "falls": False}
-    announced = [{"cell": f"{cell}-announced", "arm": "auto", "accuracy": 0.85, **about}]
+    announced = [{"cell": f"{cell}-announced", "arm": "single", "accuracy": 0.85, **about}]
     new = [
         {"cell": "new", "arm": arm, "accuracy": accuracy, **about, "falls": arm == "none"}
-        for arm, accuracy in (("auto", 0.7), ("none", 0.2), ("token_2", 0.9))
+        for arm, accuracy in (("single", 0.7), ("none", 0.2), ("token_2", 0.9))
     ]
     before = [{"cell": cell, "arm": arm, "accuracy": 0.5, **about} for arm in ("trl", "dppo_tv")]
     found = {"second": {"rows": before}, "unseen": {"rows": new}, "announced": {"rows": announced}}

@@ -243,6 +243,10 @@ ARMS = {
         Arm("trl_preset", {"rollout_correction": "trl"}),
         Arm("token_2", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
         Arm("auto", {"rollout_correction": "auto"}),
+        Arm(
+            "single",
+            {"rollout_correction": "auto", "rollout_is": "token", "rollout_is_threshold": [[0.0, 1.0], [1.0, 1.0]]},
+        ),
         Arm("rounded", {"rollout_correction": "auto"}, past=True),  # `split` as the package had it
         # The same as `rounded`, but a token below the floor drops its whole completion
         Arm(
@@ -305,6 +309,7 @@ FIFTH_TASKS = ["zigzag", "pack"]  # new ones, for a rule that decides by itself
 SIXTH_TASKS = ["tally", "tag_runs"]  # new ones, for gaps and ages that no rule was chosen by
 
 SEVENTH_TASKS = ["ordinals", "tag_inside_out"]  # new ones, for a gap that grows by itself, and for several updates
+EIGHTH_TASKS = ["to_and_fro", "tag_counts"]  # new ones, with answers of more than 30 tokens
 
 
 def announces(task: str) -> bool:
@@ -611,7 +616,7 @@ def one_rule_judging() -> list[Run]:
 def unseen() -> list[Run]:
     """E8: gaps and ages that no rule was chosen by, in two tasks that were in no comparison."""
     plain, tagged = SIXTH_TASKS
-    arms = ["on_policy", *NEW_ARMS[:5], "auto"]
+    arms = ["on_policy", *NEW_ARMS[:5], "single"]
     cells = [
         *(Cell(task, Rung(0, "fast"), fault="loud", way="mid") for task in SIXTH_TASKS),
         Cell(plain, FAST_8, fault="mixed"),
@@ -641,7 +646,7 @@ def further() -> list[Run]:
         Cell(plain, FAST_8, "rloo"),
         Cell(tagged, FASTER_32),
     ]
-    arms = ["token_2", "dppo_tv", "auto"]
+    arms = ["token_2", "dppo_tv", "single"]
     return lengthened(
         [
             run
@@ -656,12 +661,12 @@ def further() -> list[Run]:
 
 
 def announced() -> list[Run]:
-    """`auto` with the pretrained model and a sampler that is old, and says so."""
+    """`single` with the pretrained model and a sampler that is old, and says so."""
     cells = [
         Cell(TAGGED_LANGUAGE, FASTER_8, way="announced"),
         Cell(TAGGED_LANGUAGE, FASTER_4, fault="fp8", way="announced"),
     ]
-    return shorter([run for cell in cells for run in runs_of([cell], ["auto"], SEEDS)])
+    return shorter([run for cell in cells for run in runs_of([cell], ["single"], SEEDS)])
 
 
 def same_arms() -> list[Run]:
@@ -670,14 +675,14 @@ def same_arms() -> list[Run]:
     noisy = [Cell(task, Rung(0, "fast"), fault="noise", way="long") for task in PRECISION_TASKS]
     return [
         *shorter(runs_of([pretrained], ["trl_token_truncate"], SEEDS)),
-        *lengthened(runs_of(noisy, ["auto"], SEEDS)),
+        *lengthened(runs_of(noisy, ["single"], SEEDS)),
         *shorter(runs_of([replace(pretrained, rung=FASTER_4, fault="fp8")], ["none"], SEEDS)),
-        *shorter(runs_of([replace(pretrained, rung=IN_STEP_FASTER, fault="fp8")], ["auto"], SEEDS)),
+        *shorter(runs_of([replace(pretrained, rung=IN_STEP_FASTER, fault="fp8")], ["single"], SEEDS)),
     ]
 
 
 def grown_gap() -> list[Run]:
-    """E9: `auto` that also asks whether the gap has grown, where the age is false, and where weights are fresh."""
+    """E9: `single` that also asks whether the gap has grown, where the age is false, and where weights are fresh."""
     silent = [Cell(task, rung, fault="silent") for task, rung in zip(SIXTH_TASKS, (FAST_8, FASTER_8), strict=True)]
     noisy = [Cell(task, Rung(0, "fast"), fault="noise", way="long") for task in PRECISION_TASKS]
     loud = [Cell(task, Rung(0, "fast"), fault="loud", way="mid") for task in SIXTH_TASKS]
@@ -695,7 +700,7 @@ def grown_gap() -> list[Run]:
 
 def grown_new() -> list[Run]:
     """E11: the same rule in two new tasks, in which the age is false, or a rounding gap grows by itself."""
-    arms = ["on_policy", *NEW_ARMS[:5], "auto", "grown", "cap1"]
+    arms = ["on_policy", *NEW_ARMS[:5], "single", "grown", "cap1"]
     plain, tagged = SEVENTH_TASKS
     cells = [
         Cell(plain, FAST_8, fault="silent"),
@@ -706,7 +711,7 @@ def grown_new() -> list[Run]:
 
 
 def several_again() -> list[Run]:
-    """E12: several updates per generation and weights 64 steps old, where TRL's default had been better than `auto`."""
+    """E12: several updates per generation and weights 64 steps old, where TRL's default had been better than `single`."""
     tagged, others = Cell("tag_even", FAST_8, way="several"), Cell("differences", FAST_8, way="several")
     earlier = Cell(SIXTH_TASKS[1], FAST_8, way="several")
     new = [Cell(task, FAST_8, way="several") for task in SEVENTH_TASKS]
@@ -714,15 +719,17 @@ def several_again() -> list[Run]:
         run
         for seed in SEEDS
         for run in (
-            *runs_of([tagged, others], ["trl", "auto", "prefix"], [seed]),
+            *runs_of([tagged, others], ["trl", "single", "prefix"], [seed]),
             *runs_of([earlier], ["prefix"], [seed]),
-            *runs_of(new, [*REFERENCES, "trl", "trl_token_truncate", "token_2", "dppo_tv", "auto", "prefix"], [seed]),
+            *runs_of(
+                new, [*REFERENCES, "trl", "trl_token_truncate", "token_2", "dppo_tv", "single", "prefix"], [seed]
+            ),
         )
     ]
 
 
 def recent_ratios() -> list[Run]:
-    """E13: the product of the ratios of a few tokens as the weight, where `auto` has weights and its age is true."""
+    """E13: the product of the ratios of a few tokens as the weight, where `single` has weights and its age is true."""
     plain, tagged = SIXTH_TASKS
     several = [Cell(task, FAST_8, way="several") for task in ("tag_even", tagged, *SEVENTH_TASKS)]
     quoted = [Cell(plain, Rung(16, "faster")), Cell(tagged, FASTER_8)]
@@ -743,7 +750,7 @@ def recent_ratios() -> list[Run]:
         Cell("records", FAST_4, fault="garbage"),
         Cell("countdowns", FAST_16),
     ]
-    arms = ["auto", "recent"]
+    arms = ["single", "recent"]
     return [
         *lengthened(runs_of([*several, *quoted, *others], arms)),
         *shorter(runs_of(pretrained, arms)),
@@ -761,7 +768,7 @@ def young() -> list[Run]:
         Cell(plain, Rung(2, "fast"), fault="noise", way="mid"),
         Cell(tagged, Rung(2, "faster"), fault="fp8"),
     ]
-    arms = ["token_2", "dppo_tv", "auto", "recent"]
+    arms = ["token_2", "dppo_tv", "single", "recent"]
     return lengthened(
         [
             run
@@ -782,6 +789,46 @@ def young() -> list[Run]:
             )
         ]
     )
+
+
+def recent_again() -> list[Run]:
+    """E15: the product of 16 ratios in two new tasks with longer answers, and where E13 has one seed or none."""
+    plain, tagged = EIGHTH_TASKS
+    cells = [
+        Cell(plain, FASTER_32),
+        Cell(tagged, FASTER_8),
+        Cell(plain, FAST_8, way="several"),
+        Cell(tagged, FAST_8, way="several"),
+        Cell(plain, FASTER_4, fault="fp8"),
+        Cell(tagged, FAST_8, fault="noise", way="mid"),
+    ]
+    left = [
+        Cell("tag_even", FASTER_8),
+        Cell("unpack", FASTER_32),
+        Cell("merge", FASTER_8),
+        Cell("triple", FAST_16),
+        Cell("records", FAST_4, fault="garbage"),
+        Cell("countdowns", FAST_16),
+    ]
+    pretrained = [
+        Cell(TAGGED_LANGUAGE, FASTER_8, way="announced"),
+        Cell(TAGGED_LANGUAGE, FASTER_4, fault="fp8", way="announced"),
+    ]
+    arms = ["recent", "single"]
+
+    def others_of(cell: Cell) -> list[str]:
+        presets = cell.fault == "fp8"  # TRL's own trainer cannot push to 8 bits
+        trl = ["trl_preset", "trl_preset_token_truncate"] if presets else ["trl", "trl_token_truncate"]
+        return [*REFERENCES, *trl, "dppo_tv"]
+
+    return [
+        *lengthened(runs_of([*cells, *left], arms)),
+        *shorter(runs_of(pretrained, ["recent"], SEEDS[1:])),
+        *lengthened(runs_of(cells, arms, SEEDS[1:])),
+        *lengthened([run for cell in cells for run in runs_of([cell], others_of(cell))]),
+        *lengthened(runs_of(left[:-1], arms, SEEDS[1:])),
+        *lengthened([run for cell in cells for run in runs_of([cell], others_of(cell), SEEDS[1:])]),
+    ]
 
 
 STAGES = {
@@ -809,5 +856,6 @@ STAGES = {
         several_again,
         recent_ratios,
         young,
+        recent_again,
     )
 }

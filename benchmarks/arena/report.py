@@ -395,16 +395,17 @@ def rows_of(results: Mapping[str, Any], stage: str) -> list[Row]:
 
 def with_true_age(results: Mapping[str, Any]) -> list[Row]:
     """
-    Runs of `auto` with the pretrained model and a sampler that announces its age, and of the other arms in the cells in which
+    Runs of `single` with the pretrained model and a sampler that announces its age, and of the other arms in the cells in which
     it does not: they do not read the age, so that their runs are the same.
     """
     announced = rows_of(results, "announced")
     silent = {row["cell"].replace("-announced", ""): row["cell"] for row in announced}
-    others = [row for row in of_all_stages(results) if row["cell"] in silent and row["arm"] != "auto"]
+    others = [row for row in of_all_stages(results) if row["cell"] in silent and row["arm"] != "single"]
     return [*announced, *({**row, "cell": silent[row["cell"]]} for row in others)]
 
 
-# What the README compares, and the arms that stand in one column: TRL's own trainer cannot push to 8 bits
+# What the README compares, and the arms of a column, of which the first that was trained counts: TRL's own trainer cannot
+# push to 8 bits, and where vLLM is up to date `auto` is `single`
 OF_README = [
     "grpo-sort-in_step-fast-long-noise",
     "grpo-triple-in_step-fast-long-noise",
@@ -420,7 +421,7 @@ IN_README = {
     "trl": ["trl", "trl_preset"],
     "token_truncate": ["trl_token_truncate", "trl_preset_token_truncate"],
     "dppo_tv": ["dppo_tv"],
-    "auto": ["auto"],
+    "auto": ["recent", "single"],
 }
 
 
@@ -435,7 +436,9 @@ def same_arms(results: Mapping[str, Any]) -> str:
     for cell in OF_README:
         fields = []
         for name, arms in IN_README.items():
-            found = [row for row in rows if row["cell"] == cell and row["arm"] in arms]
+            here = [row for row in rows if row["cell"] == cell]
+            trained = next((arm for arm in arms if any(row["arm"] == arm for row in here)), None)
+            found = [row for row in here if row["arm"] == trained]
             falls = [row["falls"] for row in found]
             place = "" if name == REFERENCE else cell
             fell[name] |= {(place, row["seed"], row["start"], row["accuracy"]): row["falls"] for row in found}
@@ -451,19 +454,24 @@ def grown(results: Mapping[str, Any]) -> str:
     rows = of_all_stages(results)
     cells, spread = scores(rows), Spread(rows)
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
-    names = ["auto", "cap1", "cap3_unweighted", REFERENCE, "none", "trl", "trl_preset", "token_2", "dppo_tv"]
+    names = ["single", "cap1", "cap3_unweighted", REFERENCE, "none", "trl", "trl_preset", "token_2", "dppo_tv"]
     own_cells = {cell: by_arm for cell, by_arm in cells.items() if "grown" in by_arm}
-    return judged("grown", own_cells, names, ["auto", "cap1", "cap3_unweighted", *RIVALS[:7]], falls, spread)
+    return judged("grown", own_cells, names, ["single", "cap1", "cap3_unweighted", *RIVALS[:7]], falls, spread)
 
 
-def recent(results: Mapping[str, Any]) -> str:
-    """A line per cell in which the product of a few ratios was trained as the weight."""
+def recent(results: Mapping[str, Any], *, again: bool) -> str:
+    """A line per cell in which the product of a few ratios was trained as the weight: of E15, or of those before."""
     rows = of_all_stages({**results, "true_age": {"rows": with_true_age(results)}})
     cells, spread = scores(rows), Spread(rows)
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
-    names = ["auto", "prefix", REFERENCE, "none", "trl", "trl_preset", "token_2", "dppo_tv"]
-    own_cells = {cell: by_arm for cell, by_arm in cells.items() if {"recent", "prefix"} & {*by_arm}}
-    return judged("recent", own_cells, names, ["auto", *RIVALS[:7]], falls, spread)
+    names = ["single", "prefix", REFERENCE, "none", "trl", "trl_preset", "token_2", "dppo_tv"]
+    of_e15 = {row["cell"] for row in rows_of(results, "recent_again")}
+    own_cells = {
+        cell: by_arm
+        for cell, by_arm in cells.items()
+        if {"recent", "prefix"} & {*by_arm} and (cell in of_e15) == again
+    }
+    return judged("recent", own_cells, names, ["single", *RIVALS[:7]], falls, spread)
 
 
 def young(results: Mapping[str, Any]) -> str:
@@ -474,7 +482,7 @@ def young(results: Mapping[str, Any]) -> str:
 
 def unseen(results: Mapping[str, Any]) -> str:
     """
-    A line per cell of gaps and ages that no rule was chosen by: `auto` next to all other arms. A cell of the pretrained model
+    A line per cell of gaps and ages that no rule was chosen by: `single` next to all other arms. A cell of the pretrained model
     in which the sampler announces its age shows the arms of the cell in which it does not, since they do not read the age.
     """
     rows = [*rows_of(results, "unseen"), *with_true_age(results)]
@@ -489,11 +497,11 @@ def further(results: Mapping[str, Any]) -> str:
 
 
 def auto_beside(rows: Sequence[Row], names: Sequence[str], results: Mapping[str, Any]) -> str:
-    """A line per cell with `auto`, next to the other arms, of which the first is no rival."""
+    """A line per cell with `single`, next to the other arms, of which the first is no rival."""
     cells, spread = scores(rows), Spread([*of_all_stages(results), *rows])
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
-    with_auto = {cell: by_arm for cell, by_arm in cells.items() if "auto" in by_arm}
-    return judged("auto", with_auto, names, names[1:], falls, spread)
+    with_auto = {cell: by_arm for cell, by_arm in cells.items() if "single" in by_arm}
+    return judged("single", with_auto, names, names[1:], falls, spread)
 
 
 def judged(
@@ -556,7 +564,7 @@ def again(rows: Sequence[Row], results: Mapping[str, Any], chosen: str) -> str:
 
 def next_rule(rows: Sequence[Row], results: Mapping[str, Any], weighted: Collection[str]) -> str:
     """
-    A line per cell in which the rule that followed was trained as `auto`, next to the runs of the archive. It is `cap1`, but
+    A line per cell in which the rule that followed was trained as `single`, next to the runs of the archive. It is `cap1`, but
     for the first step, in the cells that are `weighted`, whose sampler is old and says so, and else `cap3_unweighted`: the
     archive's runs of the one that it is are further seeds, and no rival. Other arms that were trained on its machine, too,
     take the place of the archive's.
@@ -566,22 +574,22 @@ def next_rule(rows: Sequence[Row], results: Mapping[str, Any], weighted: Collect
     falls = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
     names = ["cap1", "cap3_unweighted", "rounded", REFERENCE, *RIVALS[:7], "cap3"]
     lines = [
-        f"| cell | weights | `auto` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
+        f"| cell | weights | `single` | falls | {' | '.join(f'`{name}`' for name in names)} | worse than | better than |",
         "| --- " * (len(names) + 6) + "|",
     ]
-    for cell, trained in ((cell, trained) for cell, trained in here.items() if "auto" in trained):
+    for cell, trained in ((cell, trained) for cell, trained in here.items() if "single" in trained):
         by_arm = {**archived.get(cell, {}), **trained}
-        own = {str(seed): score for seed, score in by_arm["auto"].items()}
-        fell = f"{sum(falls[cell, 'auto', seed] for seed in by_arm['auto'])} of {len(own)}"
+        own = {str(seed): score for seed, score in by_arm["single"].items()}
+        fell = f"{sum(falls[cell, 'single', seed] for seed in by_arm['single'])} of {len(own)}"
         half = "cap1" if cell in weighted else "cap3_unweighted"
         own |= {f"archive {seed}": score for seed, score in archived.get(cell, {}).get(half, {}).items()}
         rivals = [name for name in RIVALS if name != half]
-        against = against_rivals(own, by_arm, rivals, partial(spread, cell, "auto"))
+        against = against_rivals(own, by_arm, rivals, partial(spread, cell, "single"))
         others = [
             f"{counted(by_arm[name])}{' †' if name in trained else ''}" if name in by_arm else "" for name in names
         ]
         has = "yes" if half == "cap1" else "no"
-        lines.append(f"| {' | '.join([cell, has, counted(by_arm['auto']), fell, *others, *against])} |")
+        lines.append(f"| {' | '.join([cell, has, counted(by_arm['single']), fell, *others, *against])} |")
     return "\n".join(lines)
 
 

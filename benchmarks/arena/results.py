@@ -182,7 +182,8 @@ def tables(results: Mapping[str, Any], of_one_machine: Sequence[Row] | None = No
     parts["further"] = report.further(results)
     parts["same_arms"] = report.same_arms(results)
     parts["grown"] = report.grown(results)
-    parts["recent"] = report.recent(results)
+    parts["recent"] = report.recent(results, again=False)
+    parts["recent_again"] = report.recent(results, again=True)
     parts["young"] = report.young(results)
     rows = again() if of_one_machine is None else of_one_machine
     missed = {row["cell"] for row in rows if row["machine"] == OF_AGAIN and row["arm"] == CHOSEN}

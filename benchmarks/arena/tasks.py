@@ -457,7 +457,30 @@ SEVENTH = {
     )
 }
 
-TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH, **SIXTH, **SEVENTH}
+# New ones, with answers of more than 30 tokens ---------------------------------------------------------------------------
+
+
+def to_and_fro(dice: random.Random) -> tuple[str, str]:
+    """Fourteen letters: the answer has them, then backwards, and then once more."""
+    letters = draw(dice, LETTERS[:16], 14)
+    return letters, letters + letters[::-1] + letters
+
+
+def tag_counts(dice: random.Random) -> tuple[str, str]:
+    """Twelve digits: the answer has each, and behind it the two that follow it when one counts on, modulo 10."""
+    digits = draw(dice, string.digits, 12)
+    return digits, "".join(str((int(digit) + i) % 10) for digit in digits for i in range(3))
+
+
+EIGHTH = {
+    task.name: task
+    for task in (
+        Task("to_and_fro", LETTERS[:16], to_and_fro, 0.02, 42, 14, warm_steps=1100),
+        tag_task("tag_counts", string.digits, tag_counts, 0.015, 36, 12, warm_steps=1100, tied=True),
+    )
+}
+
+TASKS = {**SECOND, **THIRD, **FOURTH, **FIFTH, **SIXTH, **SEVENTH, **EIGHTH}
 
 
 # Models -------------------------------------------------------------------------------------------------------------------
