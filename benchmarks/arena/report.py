@@ -395,8 +395,8 @@ def rows_of(results: Mapping[str, Any], stage: str) -> list[Row]:
 
 def with_true_age(results: Mapping[str, Any]) -> list[Row]:
     """
-    Runs of `single` with the pretrained model and a sampler that announces its age, and of the other arms in the cells in which
-    it does not: they do not read the age, so that their runs are the same.
+    Runs of `single` with the pretrained model and a sampler that announces its age, and of the other arms in the cells in
+    which it does not: they do not read the age, so that their runs are the same.
     """
     announced = rows_of(results, "announced")
     silent = {row["cell"].replace("-announced", ""): row["cell"] for row in announced}
@@ -482,8 +482,9 @@ def young(results: Mapping[str, Any]) -> str:
 
 def unseen(results: Mapping[str, Any]) -> str:
     """
-    A line per cell of gaps and ages that no rule was chosen by: `single` next to all other arms. A cell of the pretrained model
-    in which the sampler announces its age shows the arms of the cell in which it does not, since they do not read the age.
+    A line per cell of gaps and ages that no rule was chosen by: `single` next to all other arms. A cell of the pretrained
+    model in which the sampler announces its age shows the arms of the cell in which it does not, since they do not read the
+    age.
     """
     rows = [*rows_of(results, "unseen"), *with_true_age(results)]
     names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "token_2", "dppo_tv", "cap1"]

@@ -171,7 +171,8 @@ def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     ([GSPO](https://huggingface.co/papers/2507.18071) uses this form of ratio).
 
     The exact weight of a token's gradient, with what came before it, is the product of all ratios up to it
-    (per-decision importance sampling); `window` leaves out those far before, so that it does not scatter more in long completions.
+    (per-decision importance sampling); `window` leaves out those far before, so that it does not scatter more in long
+    completions.
 
     The ratio, `(B, T)` or for the two sequence levels `(B, 1)`, is at most `exp(20)`, and 0 on tokens that do not
     count.
