@@ -17,9 +17,9 @@ from pathlib import Path
 import trl_rollout_corr
 from benchmarks.tables import grid, markdown
 from trl_rollout_corr.messages import capitalized
-from trl_rollout_corr.settings.config import RolloutCorrectionConfig
+from trl_rollout_corr.settings.config import RolloutCorrectionConfig, settings_of_preset
 from trl_rollout_corr.settings.criteria import CRITERIA, Criterion
-from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, settings_of
+from trl_rollout_corr.settings.presets import DEFAULT, PRESETS, UNSET, values_of_preset
 from trl_rollout_corr.settings.thresholds import is_by_sign
 from trl_rollout_corr.tools.bands import band_in_words
 from trl_rollout_corr.tools.decision import OTHER_OF_TRL, ROWS, Row
@@ -248,7 +248,9 @@ def fields(table: str) -> str:
     types = dict(re.findall(r"^ +(\w+) \((.*?)(?:, \*optional\*.*)?\):$", text, re.MULTILINE))
 
     def cells(name: str) -> dict[str, str]:
-        default = f"`{settings_of(DEFAULT)[name]}` in `{DEFAULT}`" if name in UNSET else f"`{fields[name].default}`"
+        default = (
+            f"`{values_of_preset(DEFAULT)[name]}` in `{DEFAULT}`" if name in UNSET else f"`{fields[name].default}`"
+        )
         if name == "rollout_correction":  # "default" stands for it until the other fields are read
             default = f"`{DEFAULT}`"
         return {
@@ -275,7 +277,7 @@ def other_presets(table: str) -> str:
 
 
 def _preset_cells(name: str) -> dict[str, str]:
-    settings = RolloutCorrectionConfig(rollout_correction=name).settings
+    settings = settings_of_preset(name)
     rejection = ", ".join(map(_rule, settings.criteria, settings.rollout_rs_threshold or []))
     bound = settings.rollout_is_threshold
     pairs = bound if is_by_sign(bound) else [bound] if isinstance(bound, list) else []

@@ -1,6 +1,5 @@
 """Dumps as a run would have written them, made of random numbers, and what they hold."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,8 @@ import torch
 
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.tools.dump import folder as dump
-from trl_rollout_corr.tools.dump.reading import read_table
+from trl_rollout_corr.tools.dump import reading
+from trl_rollout_corr.tools.dump.columns import SCHEMA
 
 
 WORDS = [" the", " sum", " of", " 3", " 7", " and", " is", " 10", ",", ".", "\n", " so", " <b>", " équation", " 数"]
@@ -89,7 +89,7 @@ def make_dump(
         for rank in range(ranks):
             written = [row for row in batch if row["rank"] == rank and (row["sampled"] or row["worst"])]
             if written:
-                dump.write_rows(folder, step, rank, written, dataclasses.asdict(config.settings))
+                dump.write_rows(folder, step, rank, written, config.settings.fields)
         if logs:
             entry = {"loss": 0.01, "reward": rewards.mean().item(), "learning_rate": 1e-6}
             entry["completions/mean_length"] = mask.sum(-1).float().mean().item()
@@ -150,14 +150,22 @@ def _choice(d: torch.Tensor, mask: torch.Tensor, sampled: int | None, worst: int
 
 
 class Written(NamedTuple):
-    """Content of a dump: one dictionary per row, the settings in effect at the last step, and what was logged."""
+    """Content of a dump: one dictionary per row, the fields in effect at the last step, and what was logged."""
 
     rows: list[dict[str, Any]]
-    settings: dict[str, Any]
+    fields: dict[str, Any]
     logs: list[dict[str, Any]]
 
 
 def read_dump(path: Path | str) -> Written:
     """Read a dump, row by row, as no command does: Python numbers take twenty times the memory."""
-    table, settings, _, _ = read_table(path)
-    return Written(table.to_pylist(), settings, dump.read_logs(Path(path)))
+    table, fields, _, _ = read_table(path)
+    return Written(table.to_pylist(), fields, dump.read_logs(Path(path)))
+
+
+def read_table(path: Path | str) -> tuple[Any, dict[str, Any], dict[str, str], list[str]]:
+    """All rows of a dump, however large, its fields, facts about the run, and a sentence per damaged file."""
+    damage: list[str] = []
+    files = reading._look_at(Path(path), damage)
+    table = reading._read_whole(files, SCHEMA.names, damage)
+    return table, files[-1].fields, reading._about_of(files), damage

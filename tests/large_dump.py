@@ -5,7 +5,6 @@ A dump of any size, made quickly: what a long run leaves at the default `rollout
     /usr/bin/time -v trl-rollout-corr report outputs/large
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -39,7 +38,7 @@ def make_large_dump(
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    settings = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction="auto").settings)
+    settings = RolloutCorrectionConfig(rollout_correction="auto").settings.fields
     metadata = {FORMAT: str(VERSION), "settings": json.dumps(settings, default=str), "about": "{}"}
     words = pa.array([f" word{i}" if i % 3 else f" {i}" for i in range(VOCABULARY)])
     size, step = 0, 0

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from tests import reference
-from tests.dumps import make_dump, read_dump
+from tests.dumps import make_dump, read_dump, read_table
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.settings.presets import PRESETS
 from trl_rollout_corr.tools.analysis import recompute
 from trl_rollout_corr.tools.analysis.recompute import batch_of
 from trl_rollout_corr.tools.dump import folder as dump
-from trl_rollout_corr.tools.dump.reading import open_dump, read_table
+from trl_rollout_corr.tools.dump.reading import open_dump
 
 
 NUMBERS = ("rejected", "sample_size", "effective_lr", "cosine", "norm")
@@ -392,7 +392,7 @@ def test_settings_without_effect_are_warned_about(tmp_path, capsys):
 
 
 def test_the_settings_of_a_run_are_not_warned_about_again(tmp_path, capsys):
-    settings = dataclasses.asdict(RolloutCorrectionConfig().settings) | {"rollout_loss_type": "reinforce"}
+    settings = RolloutCorrectionConfig().settings.fields | {"rollout_loss_type": "reinforce"}
     row = read_dump(make_dump(tmp_path / "a")).rows[0]
     dump.write_rows(tmp_path / "b", 1, 0, [{**row, "sampled": True}], settings)
     assert main(["compare", str(tmp_path / "b")]) == 0
@@ -417,7 +417,7 @@ def test_a_long_completion_pads_no_other(tmp_path, monkeypatch):
     make_dump(tmp_path / "short", rows=32, length=10, steps=1, spread=0.4, tools=False)
     make_dump(tmp_path / "long", rows=8, length=4000, steps=1, spread=0.4, tools=False)
     rows = [row for name in ("short", "long") for row in read_dump(tmp_path / name).rows]
-    settings = read_dump(tmp_path / "short").settings
+    settings = read_dump(tmp_path / "short").fields
     dump.write_rows(tmp_path / "both", 1, 0, [{**row, "sampled": True} for row in rows], settings)
     sequences = open_dump(tmp_path / "both").sequences
     every = np.ones(len(sequences), bool)

@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from tests.launching import HAS_ASYNCHRONOUS
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedRLOOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.messages import SettingError, SettingWarning
 from trl_rollout_corr.settings.criteria import CRITERIA, LEVELS
-from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, settings_of
-from trl_rollout_corr.settings.resolve import FIELDS
+from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, values_of_preset
+from trl_rollout_corr.settings.resolve import FIELDS, PARSERS
+from trl_rollout_corr.settings.trl_correction import OF_TRAINER
+from trl_rollout_corr.settings.words import description_of
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
 from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
@@ -75,7 +78,7 @@ def other_values(name, preset):
 def takes_fields(name):
     """Whether fields may be given beside a preset."""
     try:
-        settings(rollout_correction=name, rollout_is=settings_of(name)["rollout_is"])
+        settings(rollout_correction=name, rollout_is=values_of_preset(name)["rollout_is"])
     except SettingError:
         return False
     return True
@@ -87,7 +90,7 @@ def cases():
         if not takes_fields(name):
             yield {"rollout_correction": name}
             continue
-        preset = settings_of(name)
+        preset = values_of_preset(name)
         equal = {key: value for key, value in preset.items() if value is not None or key != "rollout_rs_threshold"}
         others = [other for field in UNSET for other in other_values(field, preset)]
         in_order = sorted(UNSET, key=lambda field: field == "rollout_rs")  # its threshold is that of these criteria
@@ -139,14 +142,14 @@ def saved_and_loaded(config):
 
 def check(config, fields):
     """Assert that fields given beside a preset have their values, and all others those of the preset."""
-    found, preset = config.settings, settings_of(fields["rollout_correction"])
+    found, preset = config.settings, values_of_preset(fields["rollout_correction"])
     if found.by_trl:
-        preset |= config._trl_correction_fields()
+        preset |= OF_TRAINER[config._trainer](vars(config))
     if fields.get("rollout_rs", preset["rollout_rs"]) != preset["rollout_rs"]:
         preset["rollout_rs_threshold"] = None  # of other criteria
     for name, value in {**preset, **fields}.items():
         assert getattr(found, name) == value, name
-    assert config.given == {name for name in fields if name not in UNSET or fields[name] != UNSET[name]}
+    assert found.given == {name for name in fields if name not in UNSET or fields[name] != UNSET[name]}
 
 
 @quietly
@@ -199,35 +202,36 @@ def test_what_to_do_with_broken_tokens_may_be_set_beside_the_correction_of_trl()
 
 
 def test_a_dump_may_name_a_part_of_its_settings(tmp_path):
-    for fields in ({}, {"rollout_correction": "trl"}, {"rollout_correction": "auto", "rollout_is": "window"}):
-        assert read_settings(fields, "") == settings(**fields)
+    assert read_settings({}) is None
+    for fields in ({"rollout_correction": "trl"}, {"rollout_correction": "auto", "rollout_is": "window"}):
+        assert read_settings(fields) == settings(**fields)
     of_trl = {"rollout_correction": "trl", "rollout_is": "token", "rollout_is_threshold": 2.0}
-    assert read_settings(of_trl, "").bounding[:3] == ("token", None, 2.0)
-    written = dataclasses.asdict(settings(rollout_correction="auto"))
+    assert read_settings(of_trl).bounding[:3] == ("token", None, 2.0)
+    written = settings(rollout_correction="auto").fields
     decided = {
         "in_effect": True,
         "rollout_correction": "auto",
         "rollout_rs": ["token_k3"],
         "rollout_rs_threshold": 0.1,
     }
-    assert read_settings(decided, "").bounding is None
-    assert read_settings({**decided, "in_effect": False}, "").bounding == settings(rollout_correction="auto").bounding
+    assert read_settings(decided).bounding is None
+    assert read_settings({**decided, "in_effect": False}).bounding == settings(rollout_correction="auto").bounding
     older = {key: value for key, value in written.items() if key != "rollout_diagnose"}
-    assert read_settings(older, "") == settings(rollout_correction="auto")
+    assert read_settings(older) == settings(rollout_correction="auto")
     stopped = {**written, "rollout_monitor": "stop"}  # of an earlier release
-    assert read_settings(stopped, "") == settings(rollout_correction="auto")
+    assert read_settings(stopped) == settings(rollout_correction="auto")
     given = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
-    assert read_settings(given, "") == settings()  # of a configuration, not of a run
+    assert read_settings(given) == settings()  # of a configuration, not of a run
     for name, value in [("rollout_is", 3), ("rollout_rs_threshold", [2.0]), ("rollout_magic", 1)]:
-        with pytest.raises(ValueError, match=f"^in the dump: `{name}` .*"):
-            read_settings({**written, name: value}, "in the dump")
+        with pytest.raises(ValueError, match=f"^`{name}` .*"):
+            read_settings({**written, name: value})
 
 
 @quietly
 @given(st.data())
 def test_no_combination_of_fields_replaces_a_value_of_the_user(data):
     preset = data.draw(st.sampled_from([*sorted(filter(takes_fields, PRESETS)), None]))
-    of_preset = settings_of(preset)
+    of_preset = values_of_preset(preset)
     rows = {
         "rollout_is": [of_preset["rollout_is"], None, *LEVELS],
         "rollout_is_threshold": [of_preset["rollout_is_threshold"], 7.0, [0.25, 4.0], [[0.25, 4.0], [0.5, 3.0]]],
@@ -739,14 +743,38 @@ def test_the_line_of_a_run_with_gspo_says_what_a_completion_gets(correction, end
 
 def test_what_is_assigned_is_in_effect_and_checked():
     config = RolloutCorrectionConfig()
+    given = config.settings.given
     config.rollout_is_threshold, config.rollout_is_clamp = "0.5_2.0", False
     config.rollout_rs, config.rollout_rs_threshold = "token_k1, seq_max_k2", "0.6_1.6,2.5"
-    config.check()
+    assert config.check() == config.settings
+    names = {"rollout_is_threshold", "rollout_is_clamp", "rollout_rs", "rollout_rs_threshold"}
+    assert config.settings.given == {*given, *names}
     assert config.rollout_rs == "token_k1, seq_max_k2"
     assert [criterion.name for criterion in config.settings.criteria] == ["token_k1", "seq_max_k2"]
     config.rollout_rs = ["token_k1", "token_k2", "token_k3"]
     with pytest.raises(ValueError, match="one entry for each of the 3 criteria"):
         config.check()
+
+
+@pytest.mark.parametrize("fields", [{}, {"rollout_correction": "bypass_pg_is"}, {"rollout_is": "token"}], ids=str)
+def test_every_field_is_parsed_once_when_fields_are_checked(fields, monkeypatch):
+    parsed = Counter()
+
+    def counting(parse, value, name):
+        parsed[name] += 1
+        return parse(value, name)
+
+    for name, parse in PARSERS.items():
+        monkeypatch.setitem(PARSERS, name, partial(counting, parse))
+    RolloutCorrectionConfig(**fields)
+    assert parsed == dict.fromkeys(FIELDS, 1)
+    parsed.clear()
+    config = grpo(**fields)
+    assert parsed == dict.fromkeys(FIELDS, 2)  # alone, and beside TRL's fields
+    parsed.clear()
+    settings = config.check()
+    assert description_of(settings, vars(config))
+    assert parsed == dict.fromkeys(FIELDS, 1)
 
 
 @pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])

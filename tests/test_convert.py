@@ -18,7 +18,7 @@ import trl_rollout_corr
 from tests.launching import HAS_ASYNCHRONOUS, ROOT, run
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.tools.translation import trl_files
+from trl_rollout_corr.tools.translation import own_settings, trl_files
 from trl_rollout_corr.tools.translation.counterparts import COUNTERPARTS, LACKS
 from trl_rollout_corr.tools.translation.setting_files import lines_of, read_document
 from trl_rollout_corr.tools.translation.trl import from_trl
@@ -855,6 +855,37 @@ def test_a_file_that_does_not_tell_its_trainer_is_told_which_one_was_assumed(con
     assert ("delta" in written, ASSUMED in said) == (True, True)
     written, said, _ = convert("learning_rate: 1e-6\n" + section % "adv_estimator: rloo, ")
     assert ("delta" in written, ASSUMED in said) == (False, False)
+
+
+OF_FILES = [
+    ("grpo", {"loss_type": "vespo", "use_vllm": False}),  # with vLLM, it needs a field of TRL's correction
+    ("grpo", {"vllm_importance_sampling_mode": "token_mask"}),
+    ("grpo", {"vllm_importance_sampling_mode": "token_mask", "rollout_metrics_only": True}),
+    ("grpo", {"vllm_importance_sampling_correction": "false"}),
+    ("grpo", {"rollout_correction": "trl", "vllm_importance_sampling_clip_max": 2.0}),
+    ("grpo", {"rollout_correction": "trl", "use_vllm": False}),
+    ("rloo", {}),
+    ("rloo", {"rollout_correction": "trl"}),
+    *([("async_grpo", {}), ("async_grpo", {"rollout_correction": "trl"})] if HAS_ASYNCHRONOUS else []),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("trainer", "fields"), OF_FILES, ids=str)
+def test_a_file_has_the_settings_that_its_trainer_gives_it(convert, trainer, fields, monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(own_settings, "effects", lambda settings, _: told.append(settings) or [])
+    fields = {"rollout_diagnose": True, "use_vllm": True, **fields}
+    if trainer == "async_grpo":
+        del fields["use_vllm"]
+    text = f"learning_rate: 1.0e-6\n{yaml.safe_dump(fields)}"
+    (tmp_path / "run.yaml").write_text(text)
+    assert convert(["--trainer", trainer, str(tmp_path / "run.yaml")])[2] == text  # it needs no conversion
+    name = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}[trainer]
+    here = {"use_cpu": True, "bf16": False}
+    plain = {key: False if value == "false" else value for key, value in fields.items()}
+    config = getattr(trl_rollout_corr, f"RolloutCorrected{name}Config")("output", **here, **plain)
+    assert [settings.fields for settings in told] == [config.settings.fields]
 
 
 def test_the_trainer_of_verl_is_told_by_its_estimator(capsys):

@@ -15,7 +15,7 @@ import yaml
 from peft import LoraConfig
 
 import trl_rollout_corr
-from tests.dumps import make_dump
+from tests.dumps import make_dump, read_table
 from tests.launching import HAS_ASYNCHRONOUS, ROOT
 from tests.tiny import StaleSampler, build_tiny_model, load_model
 from tests.training import TRAINERS, build
@@ -46,7 +46,6 @@ from trl_rollout_corr.tools.diagnosis.text import remedy_for
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump.folder import files_of, read_logs
 from trl_rollout_corr.tools.dump.in_effect import settings_in_effect
-from trl_rollout_corr.tools.dump.reading import read_table
 from trl_rollout_corr.tools.monitor.rules import BOUNDS
 from trl_rollout_corr.tools.monitor.texts import fill
 from trl_rollout_corr.tools.monitor.windows import Window

@@ -34,7 +34,7 @@ from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES, Stage
 from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
 from trl_rollout_corr.tools.dump import folder as dump
-from trl_rollout_corr.tools.dump.in_effect import settings_in_effect, settings_of_run
+from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
 from trl_rollout_corr.tools.report.facts import analyse
 from trl_rollout_corr.trainers.metadata import trainer_metadata
 
@@ -705,7 +705,7 @@ def reproduced(folder, received, about, **fields):
         row |= {"train_logps": logps.tolist(), "again_logps": logps.tolist(), "staleness": 0}
         row["rollout_logps"] = np.minimum(received(logps), 0.0).tolist()
     rows = [row for row in made.rows if row["step"] == 1]
-    dump.write_rows(folder / "dump", 1, 0, rows, {**made.settings, **fields}, about)
+    dump.write_rows(folder / "dump", 1, 0, rows, {**made.fields, **fields}, about)
     return diagnose(read_tokens(folder / "dump")).findings
 
 
@@ -739,7 +739,7 @@ def test_only_heads_of_different_types_are_a_certain_cause(tmp_path, about, fiel
 
 
 def test_a_healthy_run_that_corrects_for_old_weights_tells_one_story(tmp_path, capsys):
-    settings = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction="decoupled_token_is").settings)
+    settings = RolloutCorrectionConfig(rollout_correction="decoupled_token_is").settings.fields
     folder = make_dump(tmp_path / "dump", steps=8, rows=16, sampled=16, worst=0, spread=0.02, tools=False)
     for file in dump.files_of(folder):
         rows = pq.read_table(file).to_pylist()
@@ -836,7 +836,7 @@ def test_what_is_in_effect_is_not_advised(maker, right, tmp_path, capsys):
 
 def in_run(finding: Finding, fields: dict) -> Diagnosis:
     """The diagnosis of one cause in a run that wrote these fields."""
-    return Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, settings_of_run(fields), fields)
+    return Diagnosis("found", [finding], 0.1, 0.1, None, 100, 10, read_settings(fields), fields)
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "own_updates"])  # which no such run has
@@ -847,7 +847,7 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
         return remedy_for(in_run(finding, in_effect), finding)
 
     assert advice() == (cause.remedy, cause.settings)
-    run = dataclasses.asdict(RolloutCorrectionConfig().settings)
+    run = RolloutCorrectionConfig().settings.fields
     text, settings = advice(**{**run, **cause.settings})
     assert settings == {}
     assert text.startswith("The run uses this already: " if cause.settings else cause.remedy)

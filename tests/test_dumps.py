@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.distributed.test_ranks import launch
-from tests.dumps import make_dump, read_dump
+from tests.dumps import make_dump, read_dump, read_table
 from tests.large_dump import make_large_dump
 from tests.launching import ROOT, clean_environment
 from tests.tiny import PROMPTS, StaleSampler
@@ -112,8 +112,8 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
     trainer = make(rollout_dump_dir=str(tmp_path / "dump"), rollout_correction="decoupled_seq_is_rs", epsilon=0.3)
     losses(trainer)
     dump = read_dump(tmp_path / "dump")
-    assert dump.settings["rollout_correction"] == "decoupled_seq_is_rs"
-    assert (dump.settings["epsilon"], dump.settings["epsilon_high"], dump.settings["num_iterations"]) == (0.3, None, 1)
+    assert dump.fields["rollout_correction"] == "decoupled_seq_is_rs"
+    assert (dump.fields["epsilon"], dump.fields["epsilon_high"], dump.fields["num_iterations"]) == (0.3, None, 1)
     about = open_dump(tmp_path / "dump").about
     assert (about["model"], about["trainer"]) == ("tiny0", "RolloutCorrectedGRPOTrainer")
     assert date.fromisoformat(about["date"]) <= datetime.now(UTC).date()
@@ -133,7 +133,7 @@ def test_rows_hold_text_and_what_happened(make, tmp_path):
 def test_a_correction_can_be_repeated_from_a_dump(make, tmp_path, mode):
     make(rollout_dump_dir=str(tmp_path / "dump"), rollout_dump_sampled=8, **MODES[mode]).train()
     dump = read_dump(tmp_path / "dump")
-    settings = read_settings(dump.settings, "")
+    settings = read_settings(dump.fields)
     for row in dump.rows:
         logps = [torch.tensor([row[name]]) for name in ("train_logps", "rollout_logps")]
         correction = compute_rollout_correction(*logps, torch.tensor([row["mask"]]), settings)
@@ -218,7 +218,7 @@ def test_what_json_does_not_know_ends_no_run_and_can_be_read_back(make, tmp_path
     trainer.callback_handler.callbacks.insert(0, callback)  # before the dump
     assert len(losses(trainer)) == 2
     written = read_dump(tmp_path / "dump")
-    read = read_settings(written.settings, "").rollout_engine_kwargs
+    read = read_settings(written.fields).rollout_engine_kwargs
     assert read == {
         "dtype": "float16",
         "hf_overrides": {"head_dtype": "float32", "rope_theta": 2.0, "3": [1, ["a"]]},
@@ -547,7 +547,7 @@ def test_what_is_written_is_read(tmp_path):
     path = dump.write_rows(tmp_path / "new" / "dump", 3, 1, [row], {"rollout_is_threshold": [0.5, math.inf]})
     read = read_dump(path.parent)
     assert read.rows == [row]
-    assert read.settings == {"rollout_is_threshold": [0.5, math.inf]}
+    assert read.fields == {"rollout_is_threshold": [0.5, math.inf]}
     assert read.logs == []
     assert read_dump(path).rows == [row]  # one file alone
     assert pq.read_schema(path).metadata[b"trl_rollout_corr.dump"] == b"9"
@@ -560,7 +560,7 @@ def test_rows_are_in_order_of_steps_and_settings_are_the_last(tmp_path):
     read = read_dump(tmp_path)
     assert [row["step"] for row in read.rows] == sorted(row["step"] for row in read.rows)
     assert steps_of(tmp_path) == list(range(1, 14))
-    assert read.settings == {"rollout_is": None}
+    assert read.fields == {"rollout_is": None}
     assert len(read.logs) == 12
     assert set(read.logs[0]) >= {"step", "reward", "rollout_corr/kl"}
 
@@ -883,7 +883,7 @@ def large(request, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "MOST_TOKENS", 12_000)
     folder = make_dump(tmp_path / "dump", steps=60, rows=32, length=50, sampled=16, logs=False, tools=False)
     path = files_of(folder)[30]
-    table, settings, about, _ = reading.read_table(path)
+    table, settings, about, _ = read_table(path)
     rows = table.to_pylist()
     broken = next(row for row in rows if row["sampled"])
     broken["rollout_logps"][3] = request.param
@@ -908,7 +908,7 @@ def test_of_a_large_dump_the_commands_read_a_sample_and_say_so(large, tmp_path, 
 
 
 def test_a_sample_is_even_and_keeps_the_ends_and_what_is_bad(large):
-    table, *_ = reading.read_table(large)
+    table, *_ = read_table(large)
     whole = Sequences(table)
     sample = open_dump(large).sequences
     assert int(sample.lengths.sum()) <= 12_000
@@ -932,7 +932,7 @@ def test_a_sample_keeps_the_tail_of_what_represents_the_batch(tmp_path, monkeypa
     folder = make_dump(tmp_path / "dump", logs=False, tools=False, vary=False, **shape)
     dice = np.random.default_rng(0)
     for path in files_of(folder):
-        table, settings, about, _ = reading.read_table(path)
+        table, settings, about, _ = read_table(path)
         rows = table.to_pylist()
         for row in rows:
             row["sampled"] = True
@@ -943,7 +943,7 @@ def test_a_sample_keeps_the_tail_of_what_represents_the_batch(tmp_path, monkeypa
     def read(*, worst: bool):
         return open_dump(folder, worst=worst).sequences
 
-    whole = Sequences(reading.read_table(folder)[0])
+    whole = Sequences(read_table(folder)[0])
     gaps = [float(np.square(x.log_ratio[x.counted]).mean()) for x in (whole, read(worst=False), read(worst=True))]
     assert gaps[1:] == pytest.approx([gaps[0]] * 2, rel=0.25)
     assert int(read(worst=True).lengths.sum()) <= 24_000

@@ -81,7 +81,7 @@ def test_tables_are_those_of_a_loop_over_the_tokens_drawn_at_random(tmp_path, se
 )
 def test_the_text_says_what_the_tables_mean(tmp_path, settings, note):
     content = read_dump(make_dump(tmp_path / "made", spread=0.1))
-    write_rows(tmp_path / "dump", 1, 0, content.rows, {**content.settings, **full(settings)})
+    write_rows(tmp_path / "dump", 1, 0, content.rows, {**content.fields, **full(settings)})
     assert note in tables_of(tmp_path / "dump").text
 
 

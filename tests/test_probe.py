@@ -405,8 +405,8 @@ def test_every_recipe_can_be_probed(recipe, tiny_model_path, tmp_path):
 
     fields = {"config": str(ROOT / "recipes" / recipe), "trainer": recipe.split("/")[0]}
     colocate = ["--vllm_mode", "colocate"] if recipe == "grpo/server.yaml" else []
-    _, args, _ = read_request(request(tiny_model_path, tmp_path, *colocate, **fields))
-    short = shortened(args, 63, 128, {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}})
+    _, args, settings, _ = read_request(request(tiny_model_path, tmp_path, *colocate, **fields))
+    short = shortened(args, settings, 63, 128, {"rollout_engine_kwargs": {"kv_cache_dtype": "auto"}})
     assert short.per_device_train_batch_size == args.per_device_train_batch_size
     assert 63 <= short.generation_batch_size < 63 + 2 * args.per_device_train_batch_size
     assert (short.temperature, short.rollout_dump_dir, short.output_dir) == (args.temperature, None, str(tmp_path))
@@ -421,18 +421,18 @@ def test_settings_are_added_to_those_of_the_run(tiny_model_path, tmp_path):
     from trl_rollout_corr.tools.probe.set_up import read_request, shortened
 
     mine = '{"dtype": "float32", "hf_overrides": {"rope_theta": 1.0}}'
-    _, args, _ = read_request(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
+    _, args, settings, _ = read_request(request(tiny_model_path, tmp_path, "--rollout_engine_kwargs", mine))
     facts = {
         **FACTS,
-        "engine_kwargs": args.settings.rollout_engine_kwargs,
+        "engine_kwargs": settings.rollout_engine_kwargs,
         "about": {**LOW, "trainer_dtype": "float32"},
     }
-    short = shortened(args, 64, 128, candidates(facts, quick=True)[HEADS])
+    short = shortened(args, settings, 64, 128, candidates(facts, quick=True)[HEADS])
     assert short.rollout_engine_kwargs == {
         "enforce_eager": True, "dtype": "float32", "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
     }  # fmt: skip
-    assert args.settings.rollout_engine_kwargs["hf_overrides"] == {"rope_theta": 1.0}
-    short = shortened(args, 64, 128, {"model_init_kwargs": {"attn_implementation": "eager"}})
+    assert settings.rollout_engine_kwargs["hf_overrides"] == {"rope_theta": 1.0}
+    short = shortened(args, settings, 64, 128, {"model_init_kwargs": {"attn_implementation": "eager"}})
     assert short.model_init_kwargs["attn_implementation"] == "eager"
 
 
@@ -454,7 +454,7 @@ def test_dropout_is_off_for_as_long_as_it_is_asked_to_be(tiny_model_path, tmp_pa
     from trl_rollout_corr.trainers.forward_pass import evaluating
 
     trainer = build_with_dropout(tiny_model_path, tmp_path)
-    probe = Probe(trainer)
+    probe = Probe(trainer, trainer.args, trainer._settings)
     batches = probe.sample()
     with evaluating(trainer.model_wrapped):
         once, twice, alone = probe.score(batches), probe.score(batches), probe.score_alone(batches)

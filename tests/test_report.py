@@ -24,7 +24,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from tests.dumps import make_dump, read_dump
+from tests.dumps import make_dump, read_dump, read_table
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
@@ -33,7 +33,6 @@ from trl_rollout_corr.messages import PREFIX
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import HEALTHY
 from trl_rollout_corr.tools.dump.folder import files_of, write_rows
-from trl_rollout_corr.tools.dump.reading import read_table
 from trl_rollout_corr.tools.monitor.examine import examine
 from trl_rollout_corr.tools.report import facts as facts_module
 from trl_rollout_corr.tools.report import html_page, log_charts
@@ -346,7 +345,7 @@ def test_a_tooltip_is_silent_about_rules_that_the_run_did_not_have(tmp_path, und
     for row in content.rows:
         row["keep"] = [not keep for keep in row["keep"]]
         row["coefficients"] = [float(keep) for keep in row["keep"]]
-    write_rows(tmp_path / "other", 1, 0, content.rows, content.settings)
+    write_rows(tmp_path / "other", 1, 0, content.rows, content.fields)
     page = Page(write(tmp_path / "other", tmp_path / "report.html"))
     assert reasons(page)[0] == set()
     assert reasons(page)[1] > 0
@@ -371,7 +370,7 @@ def test_tokens_that_are_broken_or_absurd(dump, tmp_path):
         {**third, "train_logps": [-1e4] * len(third["mask"]), "weights": None, "staleness": None},
     ]
     for name, chosen in (("all", rows), ("empty", rows[:1]), ("broken", rows[:2])):
-        write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True} for row in chosen], content.settings)
+        write_rows(tmp_path / name, 1, 0, [{**row, "sampled": True} for row in chosen], content.fields)
     assert "There are no metrics to look at." in Page(write(tmp_path / "empty", tmp_path / "empty.html")).text
     broken = Page(write(tmp_path / "broken", tmp_path / "broken.html")).text
     assert f"{sum(second['mask'])} tokens of the loss have a log-probability that is NaN or infinite" in broken
@@ -709,7 +708,7 @@ def lagging(folder, **settings) -> Path:
         moved = rng.normal(-(size**2) / 2, size, len(row["mask"]))
         row["rollout_logps"] = [logp - 1.0 for logp in row["rollout_logps"]]  # so that none is likelier than 1
         row["train_logps"] = (np.array(row["rollout_logps"]) + moved).tolist()
-        write = {**content.settings, **dataclasses.asdict(RolloutCorrectionConfig(**settings))}
+        write = {**content.fields, **dataclasses.asdict(RolloutCorrectionConfig(**settings))}
     for step in range(1, 21):
         write_rows(folder / "dump", step, 0, [row for row in content.rows if row["step"] == step], write)
     shutil.copy(folder / "made" / "logs.jsonl", folder / "dump")
@@ -762,7 +761,7 @@ def test_texts_of_any_size_make_a_page_of_a_size(tmp_path, undrawn):
     for row in content.rows:
         row["tokens"] = ["\u6570" * 200_000] * len(row["tokens"])
         row["prompt"] = "?" * 2_000_000
-    write_rows(tmp_path / "wide", 1, 0, content.rows, content.settings)
+    write_rows(tmp_path / "wide", 1, 0, content.rows, content.fields)
     page = write(tmp_path / "wide", tmp_path / "report.html")
     assert len(page) < 700_000
     assert "\u6570" * 100 + "\u2026" in page
@@ -771,7 +770,7 @@ def test_texts_of_any_size_make_a_page_of_a_size(tmp_path, undrawn):
     for name, value in row.items():
         if isinstance(value, list) and name != "prompt_ids":
             row[name] = ["a"] * 1_000_000 if name == "tokens" else [value[0]] * 1_000_000
-    write_rows(tmp_path / "long", 1, 0, [{**row, "sampled": True}], content.settings)
+    write_rows(tmp_path / "long", 1, 0, [{**row, "sampled": True}], content.fields)
     start = time.monotonic()
     assert len(write(tmp_path / "long", tmp_path / "report.html")) < 300_000
     assert time.monotonic() - start < 100
@@ -827,7 +826,7 @@ def hostile(dump, tmp_path):
     rows = [{**row, "tokens": [EVIL[i % len(EVIL)] for i in range(len(row["tokens"]))]} for row in content.rows[:8]]
     rows = [{**row, "prompt": "</div>" + "".join(EVIL), "completion": "".join(EVIL)} for row in rows]
     folder = tmp_path / "<b>&$x$\u202e"
-    write_rows(folder, 1, 0, rows, content.settings, {"model": "llama\u2067"})
+    write_rows(folder, 1, 0, rows, content.fields, {"model": "llama\u2067"})
     return folder
 
 

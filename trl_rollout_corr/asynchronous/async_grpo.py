@@ -51,11 +51,8 @@ class RolloutCorrectedAsyncGRPOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin
         `ValueError`: also if batch normalisation would average over a single sequence.
     """
 
+    _trainer = "async_grpo"
     _checks_of_trainer = CHECKS
-
-    def _trl_correction_fields(self) -> dict[str, Any]:
-        # TRL clips around the sampler, without a further bound
-        return {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None}
 
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)

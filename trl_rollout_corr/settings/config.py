@@ -5,17 +5,18 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Self
 
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
 from .fields import LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
 from .names import instead_of
-from .presets import DEFAULT, UNSET, settings_of
-from .resolve import Settings, parse_fields, resolve
-from .trl_correction import fields_of, given_to_trl
+from .presets import UNSET, values_of_preset
+from .resolve import Settings, resolve
+from .trl_correction import given_to_trl
 from .unlikely import warn_about_bounds
-from .words import settings_in_words
+from .words import description_of
 
 
 # On a command line: several values, and a flag that is true if only named
@@ -125,6 +126,7 @@ class RolloutCorrectionConfig:
     rollout_dump_worst: int = 8
     rollout_dump_max_gb: float = 1.0
 
+    _trainer: ClassVar[str] = "grpo"  # of TRL, whose own correction `rollout_correction: trl` keeps
     _checks_of_trainer: ClassVar[Sequence[Callable[[Any, Settings], None]]] = ()  # these need TRL's fields
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -137,48 +139,23 @@ class RolloutCorrectionConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        settings, given = self.settings, self.given
-        _refuse_conflicts(settings, given)
-        for name, reason in _idle(settings).items():
-            if name in given:
-                warn_idle(name, getattr(self, name), reason)
-        _warn_about_conflicts(settings, given)
+        settings = self.settings
+        _refuse_conflicts(settings)
+        _warn_about_idle(settings, vars(self))
+        _warn_about_conflicts(settings)
         bounds_of_trl = settings.by_trl and given_to_trl(vars(self))
-        if bounds_of_trl or given & {"rollout_is_threshold", "rollout_rs_threshold", "rollout_clip_ratio_c"}:
+        if bounds_of_trl or settings.given & {"rollout_is_threshold", "rollout_rs_threshold", "rollout_clip_ratio_c"}:
             warn_about_bounds(settings)
-
-    @property
-    def _parsed(self) -> dict[str, Any]:
-        return parse_fields(vars(self))
 
     @property
     def settings(self) -> Settings:
         """Settings in effect, from the fields' present values. A `ValueError` if one is refused."""
-        return resolve(self._parsed, self._default_preset, self._trl_correction_fields)
-
-    @property
-    def _default_preset(self) -> str:
-        """The preset of a run that names no correction: TRL's own if the user set its fields."""
-        chosen = given_to_trl(vars(self)) and not self.rollout_metrics_only
-        return "trl" if chosen else DEFAULT
-
-    def _trl_correction_fields(self) -> dict[str, Any]:
-        """TRL's own correction as fields, for `rollout_correction: trl`."""
-        return fields_of(given_to_trl(vars(self)))
-
-    @property
-    def given(self) -> frozenset[str]:
-        """Names of the fields that differ from their default."""
-        return frozenset(name for name, value in self._parsed.items() if value != _DEFAULTS[name])
+        return settings_from(vars(self), self._trainer)
 
     @property
     def description(self) -> str:
         """At most three sentences about the settings in effect, and one more if the run has chosen none of them."""
-        settings = self.settings
-        chosen = settings.rollout_correction != DEFAULT or "rollout_correction" in self.given
-        is_default = settings.changes_loss and not chosen
-        keeps = " This is the default; `rollout_correction: trl` keeps TRL's loss." if is_default else ""
-        return f"{settings_in_words(settings, vars(self))}{keeps}"
+        return description_of(self.settings, vars(self))
 
     def check(self) -> Settings:
         """
@@ -191,13 +168,27 @@ class RolloutCorrectionConfig:
             `ValueError`: if a value is refused, or if two settings exclude each other.
         """
         settings = self.settings
-        _refuse_conflicts(settings, self.given)
+        _refuse_conflicts(settings)
         for check in self._checks_of_trainer:
             check(self, settings)
         return settings
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
+
+
+def settings_from(fields: Mapping[str, Any], trainer: str) -> Settings:
+    """
+    Settings in effect of fields of this package and of TRL, by name, in the configuration of a `trainer`: a key of
+    [`~trl_rollout_corr.settings.trl_correction.OF_TRAINER`]. Missing ones of this package have their default.
+    """
+    return resolve({**_DEFAULTS, **fields}, _DEFAULTS, trainer)
+
+
+@cache
+def settings_of_preset(name: str | None) -> Settings:
+    """Settings in effect of a preset alone; of no correction for `None`. For `"trl"`, TRL's default in GRPO."""
+    return settings_from({"rollout_correction": name}, "grpo")
 
 
 def _show_help() -> None:
@@ -214,9 +205,10 @@ _show_help()
 # Fields that do not go together --------------------------------------------------------------------------------------
 
 
-def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
+def _refuse_conflicts(settings: Settings) -> None:
     """Refuse fields next to TRL's own correction, and rejection too late for the baseline."""
     own = {*UNSET, "rollout_is_batch_normalize", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"}
+    given = settings.given
     is_named = given & {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"}
     if not is_named and (alone := sorted(given & own)):
         reason = "but no correction is named that it belongs to"
@@ -244,53 +236,94 @@ def _refuse_conflicts(settings: Settings, given: frozenset[str]) -> None:
         raise SettingError("rollout_rs_exclude_from_baseline", True, reason, remedy=remedy)
 
 
-def _idle(settings: Settings) -> dict[str, str]:
-    """Reasons why fields have no effect, by name of the field."""
-    reasons: dict[str, str] = {}
+class _Idle(NamedTuple):
+    """Fields that have no effect."""
 
-    def idle(reason: str, *names: str) -> None:
-        for name in names:
-            reasons.setdefault(name, reason)
-
-    if settings.rollout_is is None:
-        idle("`rollout_is` is None", "rollout_is_batch_normalize")
-        if settings.rollout_is_threshold != 2.0:  # verl's files write it next to null
-            idle("`rollout_is` is None", "rollout_is_threshold")
-        for name in ("rollout_is_clamp", "rollout_is_stale_only"):
-            if getattr(settings, name):
-                idle("`rollout_is` is None", name)
-    if settings.rollout_is_clamp and not isinstance(settings.rollout_is_threshold, list):
-        idle("`rollout_is_threshold` is not a pair", "rollout_is_clamp")
-    if not settings.applies_weights:
-        idle(
-            "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied",
-            "rollout_is_batch_normalize",
-        )
-    if not settings.criteria:
-        idle(
-            "`rollout_rs` is not set",
-            "rollout_rs_threshold",
-            "rollout_rs_renormalize",
-            "rollout_rs_exclude_from_baseline",
-        )
-    if not settings.bypass_mode:
-        idle("`bypass_mode` is False, and the loss is TRL's `loss_type`", "rollout_loss_type")
-    if settings.rollout_clip_ratio_c and not settings.clips_around_sampler:
-        reason = "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`"
-        idle(reason, "rollout_clip_ratio_c")
-    if not dataclasses.replace(settings, rollout_metrics_only=False).corrects:
-        idle("there is no correction", "rollout_metrics_only")
-    if settings.rollout_monitor is None:
-        idle("`rollout_monitor` is None", "rollout_monitor_bounds")
-    if settings.rollout_dump_dir is None:
-        of_dump = (f"rollout_dump_{name}" for name in ("steps", "sampled", "worst", "max_gb"))
-        idle("`rollout_dump_dir` is None", *of_dump)
-    return reasons
+    when: Callable[[Settings], Any]
+    reason: str
+    names: tuple[str, ...]
 
 
-def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
+# Of two reasons for a field, the first is given
+_IDLE = (
+    _Idle(
+        lambda settings: settings.rollout_is is None,
+        "`rollout_is` is None",
+        ("rollout_is_batch_normalize",),
+    ),
+    _Idle(
+        # verl's files write 2.0 next to null
+        lambda settings: settings.rollout_is is None and settings.rollout_is_threshold != 2.0,
+        "`rollout_is` is None",
+        ("rollout_is_threshold",),
+    ),
+    _Idle(
+        lambda settings: settings.rollout_is is None and settings.rollout_is_clamp,
+        "`rollout_is` is None",
+        ("rollout_is_clamp",),
+    ),
+    _Idle(
+        lambda settings: settings.rollout_is is None and settings.rollout_is_stale_only,
+        "`rollout_is` is None",
+        ("rollout_is_stale_only",),
+    ),
+    _Idle(
+        lambda settings: settings.rollout_is_clamp and not isinstance(settings.rollout_is_threshold, list),
+        "`rollout_is_threshold` is not a pair",
+        ("rollout_is_clamp",),
+    ),
+    _Idle(
+        lambda settings: not settings.applies_weights,
+        "with `bypass_mode` and `rollout_loss_type='ppo_clip'` the weights are reported, not applied",
+        ("rollout_is_batch_normalize",),
+    ),
+    _Idle(
+        lambda settings: not settings.criteria,
+        "`rollout_rs` is not set",
+        ("rollout_rs_threshold", "rollout_rs_renormalize", "rollout_rs_exclude_from_baseline"),
+    ),
+    _Idle(
+        lambda settings: not settings.bypass_mode,
+        "`bypass_mode` is False, and the loss is TRL's `loss_type`",
+        ("rollout_loss_type",),
+    ),
+    _Idle(
+        lambda settings: settings.rollout_clip_ratio_c and not settings.clips_around_sampler,
+        "it acts only in `bypass_mode` with `rollout_loss_type='ppo_clip'`",
+        ("rollout_clip_ratio_c",),
+    ),
+    _Idle(
+        lambda settings: not settings.has_correction,
+        "there is no correction",
+        ("rollout_metrics_only",),
+    ),
+    _Idle(
+        lambda settings: settings.rollout_monitor is None,
+        "`rollout_monitor` is None",
+        ("rollout_monitor_bounds",),
+    ),
+    _Idle(
+        lambda settings: settings.rollout_dump_dir is None,
+        "`rollout_dump_dir` is None",
+        ("rollout_dump_steps", "rollout_dump_sampled", "rollout_dump_worst", "rollout_dump_max_gb"),
+    ),
+)
+
+
+def _warn_about_idle(settings: Settings, fields: Mapping[str, Any]) -> None:
+    """Warn once about each of the given fields that has no effect."""
+    left = set(settings.given)
+    for row in _IDLE:
+        idle = [name for name in row.names if name in left]
+        if idle and row.when(settings):
+            left.difference_update(idle)
+            for name in idle:
+                warn_idle(name, fields[name], row.reason)
+
+
+def _warn_about_conflicts(settings: Settings) -> None:
     """Warn about fields on top of a preset that was not made for them."""
-    name, preset = settings.rollout_correction, settings_of(settings.rollout_correction)
+    name, preset = settings.rollout_correction, values_of_preset(settings.rollout_correction)
     if name == "disabled" and settings.corrects:
         acting = next(n for n in ("rollout_is", "rollout_rs", "bypass_mode") if getattr(settings, n))
         warn(
@@ -298,7 +331,7 @@ def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
             f"`rollout_correction` to None if that is meant, or remove `{acting}`.",
             acting,
         )
-    if settings.clips_around_sampler and preset["rollout_is"] and "rollout_is" not in given:
+    if settings.clips_around_sampler and preset["rollout_is"] and "rollout_is" not in settings.given:
         warn(
             f"`bypass_mode` with `rollout_loss_type='ppo_clip'` does not go with {name!r}: its importance weights are "
             "only reported, because PPO clips around the sampler. Take a preset that starts with bypass_ instead.",
@@ -306,7 +339,8 @@ def _warn_about_conflicts(settings: Settings, given: frozenset[str]) -> None:
         )
     level = preset["rollout_is"]
     other_level = level is not None and settings.rollout_is not in (None, level)
-    if other_level and "rollout_is_threshold" not in given and isinstance(preset["rollout_is_threshold"], list):
+    has_bounds = "rollout_is_threshold" in settings.given
+    if other_level and not has_bounds and isinstance(preset["rollout_is_threshold"], list):
         warn(
             f"`rollout_is` is {settings.rollout_is!r}, but the bounds {preset['rollout_is_threshold']} of {name!r} "
             f"are made for weights of level {level!r}. Set `rollout_is_threshold`, too.",

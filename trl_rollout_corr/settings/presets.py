@@ -117,6 +117,6 @@ _OFF: dict[str, Any] = {
 UNSET: dict[str, Any] = {**dict.fromkeys(_OFF), "rollout_is": "preset", "rollout_rs": "preset"}
 
 
-def settings_of(preset: str | None) -> dict[str, Any]:
+def values_of_preset(preset: str | None) -> dict[str, Any]:
     """Values of all fields that a preset decides, as a copy. `None` is no correction."""
     return deepcopy({**_OFF, **(PRESETS[preset] if preset else {})})

@@ -1,7 +1,7 @@
 """Settings in effect: fields of a configuration, with the preset's values filled in. No torch."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, get_type_hints
@@ -25,7 +25,8 @@ from .fields import (
     parse_limits,
     parse_preset,
 )
-from .presets import UNSET, settings_of
+from .names import instead_of
+from .presets import DEFAULT, UNSET, values_of_preset
 from .thresholds import (
     WeightBounds,
     is_by_sign,
@@ -34,6 +35,7 @@ from .thresholds import (
     parse_truth,
     parse_weight_threshold,
 )
+from .trl_correction import OF_TRAINER, chooses_trl
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,17 @@ class Settings:
     rollout_dump_sampled: Annotated[int, at_least(0)]
     rollout_dump_worst: Annotated[int, at_least(0)]
     rollout_dump_max_gb: Annotated[float, parse_gigabytes]
+    # No field: names of the fields that differ from their default
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Settings":
         """
         Settings that a run wrote, by name of their field. They are in effect already, so no preset decides any of them
-        again. A `ValueError` if no run writes such a value.
+        again. A `ValueError` if no run writes such a value, or such a field.
         """
+        for name in written.keys() - FIELDS:
+            raise ValueError(f"`{name}` is not a field of the configuration.{instead_of(name, FIELDS)}")
         if written["rollout_monitor"] == "stop":  # which earlier releases took, with the same alarms
             written = {**written, "rollout_monitor": "warn"}
         values = parse_fields(written)
@@ -86,6 +92,11 @@ class Settings:
                 values["rollout_rs_threshold"], values["rollout_rs"]
             )
         return cls(**values)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The value in effect of each field, by its name."""
+        return {name: getattr(self, name) for name in FIELDS}
 
     @property
     def mode(self) -> str:
@@ -117,15 +128,20 @@ class Settings:
     @property
     def overriding_fields(self) -> tuple[str, ...]:
         """Names of the fields by which the user overrides the preset, and would any other one."""
-        of_preset = {} if self.by_trl else settings_of(self.rollout_correction)
+        of_preset = {} if self.by_trl else values_of_preset(self.rollout_correction)
         changed = [name for name, value in of_preset.items() if getattr(self, name) != value]
         of_none = [name for name in ("rollout_is_batch_normalize", "rollout_metrics_only") if getattr(self, name)]
         return (*changed, *of_none)
 
     @property
+    def has_correction(self) -> bool:
+        """`True` if there is a correction, in effect or only measured."""
+        return self.bounding is not None or bool(self.criteria) or self.bypass_mode
+
+    @property
     def corrects(self) -> bool:
         """`True` if the loss corrects for the gap, here or in TRL."""
-        return (self.bounding is not None or bool(self.criteria) or self.bypass_mode) and not self.rollout_metrics_only
+        return self.has_correction and not self.rollout_metrics_only
 
     @property
     def by_trl(self) -> bool:
@@ -176,7 +192,9 @@ class Settings:
 
 
 PARSERS: dict[str, Parser] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Settings, include_extras=True).items()
+    if name != "given"
 }
 FIELDS = PARSERS.keys()
 
@@ -186,18 +204,20 @@ def parse_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: parse(given[name], name) for name, parse in PARSERS.items()}
 
 
-def resolve(parsed: Mapping[str, Any], default: str, of_trl: Callable[[], Mapping[str, Any]]) -> Settings:
+def resolve(fields: Mapping[str, Any], defaults: Mapping[str, Any], trainer: str) -> Settings:
     """
-    Settings of parsed fields. A field with its value of [`UNSET`] gets the value of the preset, which for `"trl"`
-    comes from `of_trl()`. The preset `"default"` is none if weights, rejection or a mode are given, and `default`
-    otherwise.
+    Settings of what a user gives to a trainer: all fields of this package, and TRL's, by name. A field with its value
+    of [`UNSET`] gets the value of the preset, which for `"trl"` depends on the `trainer` and TRL's fields. The preset
+    `"default"` is none if weights, rejection or a mode are given.
     """
+    parsed = parse_fields(fields)
     own = {name: parsed[name] for name in UNSET if parsed[name] != UNSET[name]}
     preset = parsed["rollout_correction"]
     if preset == "default":
         alone = own.keys() & {"rollout_is", "rollout_rs", "bypass_mode"}
-        preset = None if alone else default
-    of_preset = {**settings_of(preset), **(of_trl() if preset == "trl" else {})}
+        of_trl = chooses_trl(fields, only_measures=parsed["rollout_metrics_only"])
+        preset = None if alone else "trl" if of_trl else DEFAULT
+    of_preset = {**values_of_preset(preset), **(OF_TRAINER[trainer](fields) if preset == "trl" else {})}
     if own.get("rollout_rs", of_preset["rollout_rs"]) != of_preset["rollout_rs"]:
         of_preset["rollout_rs_threshold"] = None  # no criterion gets the threshold of another
     values: dict[str, Any] = {**parsed, **of_preset, **own, "rollout_correction": preset}
@@ -211,7 +231,7 @@ def resolve(parsed: Mapping[str, Any], default: str, of_trl: Callable[[], Mappin
         reason = "and weights outside the bounds are set to 0, so that no weight would be left"
         remedy = "Set `rollout_is_clamp` to True, or wider bounds."
         raise SettingError("rollout_is_threshold", bounds, reason, remedy=remedy)
-    return Settings(**values)
+    return Settings(**values, given=frozenset(name for name, x in parsed.items() if x != defaults[name]))
 
 
 def _criterion(name: str, bounds: Any) -> Criterion:

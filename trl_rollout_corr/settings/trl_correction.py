@@ -1,7 +1,7 @@
-"""TRL's own correction as fields: the settings that `rollout_correction: trl` keeps. No torch."""
+"""What TRL's own fields mean: the correction that `rollout_correction: trl` keeps, as fields. No torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..messages import SettingError
@@ -43,3 +43,33 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def given_to_trl(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The `vllm_importance_sampling_*` settings among `settings` that differ from TRL's default."""
     return {name: settings[name] for name, value in DEFAULTS_OF_TRL.items() if settings.get(name, value) != value}
+
+
+def chooses_trl(fields: Mapping[str, Any], *, only_measures: bool) -> bool:
+    """
+    True if fields of TRL choose its own correction for a run that names none: they set it, unless the run only
+    measures, or a loss that goes with no other weights.
+    """
+    return fields.get("loss_type") == "vespo" or (bool(given_to_trl(fields)) and not only_measures)
+
+
+def _of_grpo(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # TRL corrects no completions of a `rollout_func`. A script may set `use_vllm` where a file does not
+    return fields_of(given_to_trl(fields)) if fields.get("use_vllm", True) else {}
+
+
+def _of_rloo(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {}  # TRL does not correct RLOO
+
+
+def _of_async_grpo(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # TRL clips around the sampler, without a further bound
+    return {"bypass_mode": True, "rollout_loss_type": "ppo_clip", "rollout_clip_ratio_c": None}
+
+
+# Fields that say what `rollout_correction: trl` does in each of TRL's trainers, by fields of the trainer
+OF_TRAINER: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "grpo": _of_grpo,
+    "rloo": _of_rloo,
+    "async_grpo": _of_async_grpo,
+}

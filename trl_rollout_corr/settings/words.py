@@ -7,7 +7,7 @@ from typing import Any
 from ..messages import capitalized
 from .criteria import Criterion
 from .effects import shares_gradient
-from .presets import UNSET
+from .presets import DEFAULT, UNSET
 from .resolve import Settings
 from .thresholds import is_by_sign
 from .trl_correction import given_to_trl
@@ -28,6 +28,17 @@ _CLIPPING = {
 
 # TRL's ratio of completions gives the tokens of a completion one gradient
 _GSPO = "with GSPO, a completion gets the mean of its tokens' factors, where a rejected token counts 0"
+
+
+def description_of(settings: Settings, fields: Mapping[str, Any]) -> str:
+    """
+    At most three sentences about settings in effect, and one more if the run has chosen none of them. `fields` are
+    those of TRL, by name.
+    """
+    is_chosen = settings.rollout_correction != DEFAULT or "rollout_correction" in settings.given
+    is_default = settings.changes_loss and not is_chosen
+    keeps = " This is the default; `rollout_correction: trl` keeps TRL's loss." if is_default else ""
+    return f"{settings_in_words(settings, fields)}{keeps}"
 
 
 def settings_in_words(settings: Settings, fields: Mapping[str, Any] | None = None) -> str:

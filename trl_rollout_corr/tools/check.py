@@ -19,7 +19,9 @@ from ..messages import SelfContainedError, SettingError, __version__, nearest
 from ..settings.effects import rounds_cache
 from ..settings.names import instead_of
 from ..settings.presets import DEFAULT
+from ..settings.resolve import Settings
 from ..settings.trl_correction import DEFAULTS_OF_TRL
+from ..settings.words import description_of
 from .bands import ROUNDED
 from .formats import visible
 from .translation.dotted_settings import system_of
@@ -136,18 +138,19 @@ def _check_settings(
     mistakes, remarks = _unknown_names(settings, trainer)
     config, refused, warned = _build(_config_class(trainer), settings)
     mistakes += refused
-    remarks += [*warned, *_repeated_defaults(config, settings), *_unknown_loss(config)]
-    correction = "" if config is None or is_open else config.description
+    in_effect = None if config is None else config.settings
+    remarks += [*warned, *_repeated_defaults(in_effect, settings), *_unknown_loss(config)]
+    correction = "" if in_effect is None or is_open else description_of(in_effect, vars(config))
     if is_open:
         remarks.append(
             f"The file fits {', '.join(fitting[:-1])} and {fitting[-1]}, which correct differently. Name its trainer "
             "with --trainer: async_grpo refuses `use_vllm`, and the others need `use_vllm: true`."
         )
-    if config is not None and trainer != "async_grpo":
+    if in_effect is not None and trainer != "async_grpo":
         mistakes += _refused_by_trainer(config, settings)
         remarks += [] if is_open else _warned_about_sampler(config, trainer, given="use_vllm" in settings)
-        remarks += _rounding_of_experts(config.rollout_engine_kwargs or {})
-        remarks += _rounding_of_cache(config.rollout_engine_kwargs or {})
+        remarks += _rounding_of_experts(in_effect.rollout_engine_kwargs or {})
+        remarks += _rounding_of_cache(in_effect.rollout_engine_kwargs or {})
     remarks += _dropout_of_adapter(settings)
     mistakes = [*of_keys, *(with_line(mistake, places) for mistake in mistakes)]
     if as_json:
@@ -302,14 +305,14 @@ def _dropout_of_adapter(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _repeated_defaults(config: Any, settings: Mapping[str, Any]) -> list[str]:
+def _repeated_defaults(in_effect: Settings | None, settings: Mapping[str, Any]) -> list[str]:
     """
     A sentence about a file that names TRL's own correction and repeats its defaults. The configuration cannot tell
     such a file from one that names nothing, but its author may want that correction.
     """
     repeated = [name for name in settings if name in DEFAULTS_OF_TRL]
     is_named = {"rollout_correction", "rollout_is", "rollout_rs", "bypass_mode"} & settings.keys()
-    if config is None or not repeated or is_named or config.settings.rollout_correction != DEFAULT:
+    if in_effect is None or not repeated or is_named or in_effect.rollout_correction != DEFAULT:
         return []
     has = "has its default value" if len(repeated) == 1 else "have their default values"
     return [

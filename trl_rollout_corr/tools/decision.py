@@ -6,11 +6,10 @@ To change the answer, change a row. No torch.
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from ..messages import uncapitalized
-from ..settings.config import RolloutCorrectionConfig
+from ..settings.config import settings_of_preset
 from ..settings.presets import DEFAULT as AUTO
 from ..settings.resolve import Settings
 from ..settings.trl_correction import MODE
@@ -134,13 +133,8 @@ def row_of(situation: Situation) -> Row:
 
 def has_preset(run: Settings, name: str) -> bool:
     """True if weights, rejection and mode of a run are as in a preset."""
-    preset = _settings_of(name)
+    preset = settings_of_preset(name)
     return (run.mode, run.bounding, run.criteria) == (preset.mode, preset.bounding, preset.criteria)
-
-
-@cache
-def _settings_of(preset: str) -> Settings:
-    return RolloutCorrectionConfig(rollout_correction=preset).settings
 
 
 def in_words(decision: Decision) -> str:

@@ -23,6 +23,7 @@ from ..messages import SettingWarning, __version__, plain
 from ..replay.on_demand import knows_routers
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.resolve import FIELDS, Settings
+from ..settings.words import description_of
 from .age_notice import AgeNotice
 from .keys import FRESH, ROLLOUT_LOGPS, ROLLOUT_STEP, TURN_IDS
 from .metadata import engine_metadata, trainer_metadata
@@ -113,7 +114,7 @@ class BatchCorrectionMixin(_Host):
         for watcher in self._watchers:
             watcher.begins(self, checkpoint, everywhere=everywhere)
         if self.is_world_process_zero():
-            tqdm.write(f"Rollout correction {__version__}: {self.args.description}")
+            tqdm.write(f"Rollout correction {__version__}: {description_of(self._settings, vars(self.args))}")
         return super().train(*args, **kwargs)
 
     def _read_server(self, url: str | None) -> None:

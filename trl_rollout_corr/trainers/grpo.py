@@ -41,15 +41,6 @@ class RolloutCorrectedGRPOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin, GRP
 
     _checks_of_trainer = CHECKS_OF_GRPO
 
-    @property
-    def _default_preset(self) -> str:
-        return "trl" if self.loss_type == "vespo" else super()._default_preset  # no other weight goes with that loss
-
-    def _trl_correction_fields(self) -> dict[str, Any]:
-        return (
-            super()._trl_correction_fields() if self.use_vllm else {}
-        )  # TRL corrects no completions of a `rollout_func`
-
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)
         check_loss_type(self)  # before TRL refuses the value for another reason

@@ -26,10 +26,8 @@ class RolloutCorrectedRLOOConfig(RolloutCorrectionConfig, WarnIfUnreadMixin, RLO
     It takes all parameters of [`~trl.RLOOConfig`] and of [`RolloutCorrectionConfig`].
     """
 
+    _trainer = "rloo"
     _checks_of_trainer = CHECKS_OF_RLOO
-
-    def _trl_correction_fields(self) -> dict[str, Any]:
-        return {}  # TRL does not correct RLOO
 
     def __post_init__(self) -> None:
         RolloutCorrectionConfig.__post_init__(self)

@@ -47,15 +47,19 @@ class WarnIfUnreadMixin:
 # The loss ------------------------------------------------------------------------------------------------------------
 
 
-def check_loss_type(config: Any, _: Settings | None = None) -> None:
+def check_loss_type(config: Any) -> None:
     """Refuse values of `rollout_loss_type`."""
     if config.loss_type in LOSS_TYPES:
         remedy = "Set `rollout_loss_type` to it, and `loss_type` to a loss of TRL: grpo, dr_grpo, dapo, ..."
         raise SettingError("loss_type", config.loss_type, "which is a loss of `bypass_mode`", remedy=remedy)
 
 
-def check_weights_of_loss(config: Any, settings: Settings) -> None:
-    """Refuse corrections that do not go with a loss that applies its own importance weights."""
+def check_loss(config: Any, settings: Settings) -> None:
+    """
+    Refuse values of `rollout_loss_type`, and corrections that do not go with a loss that applies its own importance
+    weights.
+    """
+    check_loss_type(config)
     if config.loss_type != "vespo":
         return
     mode = getattr(config, MODE)
@@ -79,7 +83,7 @@ def check_reinforce(config: Any, settings: Settings) -> None:
     if not settings.changes_loss or settings.mode != "reinforce":
         return
     cap = config.epsilon_high or config.epsilon
-    is_of_user = "rollout_loss_type" in config.given
+    is_of_user = "rollout_loss_type" in settings.given
     field = "`rollout_loss_type='reinforce'`"
     cause = field if is_of_user else f"`{settings.rollout_correction}` ({field})"
     another = "" if is_of_user else f", or `rollout_correction` to {DEFAULT}"
@@ -108,7 +112,7 @@ def warn_about_sequence_level(config: Any, settings: Settings) -> None:
     preset asks for neither: what it does there is in the description of the settings, for every preset as for the
     default.
     """
-    asked = config.given & {"rollout_is", "rollout_rs"}
+    asked = settings.given & {"rollout_is", "rollout_rs"}
     if not asked or not settings.changes_loss or not shares_gradient(vars(config)):
         return
     weights = f"rollout_is={settings.rollout_is!r}"
@@ -140,7 +144,7 @@ def warn_about_clipping(config: Any, settings: Settings) -> None:
     """Warn about bounds of PPO's ratio in a loss whose ratio is always 1."""
     if not settings.changes_loss or settings.mode != "reinforce" or getattr(config, "loss_type", "") == "cispo":
         return
-    of_user = "rollout_loss_type" in config.given
+    of_user = "rollout_loss_type" in settings.given
     clips = "`rollout_loss_type` to 'ppo_clip'" if of_user else "`rollout_correction` to bypass_ppo_clip"
     reason = f"with `rollout_loss_type='reinforce'` nothing is clipped. Remove it, or to clip set {clips}"
     for name in ("epsilon", "epsilon_high", "delta"):
@@ -284,8 +288,7 @@ _OF_SAMPLING: list[Check] = [
 ]
 _OF_REINFORCE: list[Check] = [warn_about_clipping, warn_about_iterations]
 CHECKS_OF_GRPO: list[Check] = [
-    check_loss_type,
-    check_weights_of_loss,
+    check_loss,
     check_reinforce,
     check_batch_normalization,
     *_OF_SAMPLING,

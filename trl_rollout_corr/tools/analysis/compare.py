@@ -1,19 +1,17 @@
 """`trl-rollout-corr compare`: the effect of every preset on the sequences of a dump. It needs no TRL."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...messages import warn
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.config import settings_of_preset
 from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ...settings.trl_correction import given_to_trl
 from ..decision import Decision, as_document, in_words
 from ..diagnosis.loading import COLUMNS, decision_of
-from ..dump.in_effect import has_settings, read_settings
 from ..dump.reading import Dump, open_dump
 from ..formats import number, three_decimals, yaml_lines
 from ..logs.log_files import refuse_log
@@ -63,27 +61,28 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
             "no sequence was drawn at random, and the worst sequences alone do not represent the batch. Set "
             "`rollout_dump_sampled` to 1 or more, and train again"
         )
-    run = read_settings(
-        dump.settings,
-        "the settings in the dump cannot be read, perhaps because another release wrote it. Compare it with that "
-        "release; `report` and `diagnose` read the rest of it with this one",
-    )
+    if dump.refused:
+        raise ValueError(
+            "the settings in the dump cannot be read, perhaps because another release wrote it. Compare it with that "
+            f"release; `report` and `diagnose` read the rest of it with this one: {dump.refused}"
+        )
+    run = dump.settings or settings_of_preset(DEFAULT)
     batch = batch_of(dump.sequences, dump.sequences.sampled)
     spread = spread_of(batch)
     decision = decision_of(dump)
-    presets = _presets(dump.settings)
+    presets = _presets(dump.fields)
     shown = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
     row = str(decision.set.get("rollout_correction", _THIS_RUN))
     settings = {_THIS_RUN: run, **shown, **{file: read_config(file).settings for file in files}}
     notes = _notes(dump, run)
-    outcomes = _outcomes(batch, settings, clip_range(dump.settings), notes)
+    outcomes = _outcomes(batch, settings, clip_range(dump.fields), notes)
     comparison = Comparison(batch, run, outcomes, len(presets) - len(shown), spread, notes, decision, row)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 
 
 def _presets(of_trl: Mapping[str, Any]) -> dict[str, Settings]:
     """The settings of each preset that a run with these fields of TRL may take."""
-    presets = {name: RolloutCorrectionConfig(rollout_correction=name).settings for name in (_REFERENCE, *PRESETS)}
+    presets = {name: settings_of_preset(name) for name in (_REFERENCE, *PRESETS)}
     if "per_device_train_batch_size" in of_trl and not trl_corrects(of_trl):
         del presets["trl"]  # which stands for TRL's correction of GRPO with vLLM
     return presets
@@ -92,12 +91,12 @@ def _presets(of_trl: Mapping[str, Any]) -> dict[str, Settings]:
 def _notes(dump: Dump, run: Settings) -> list[str]:
     """Sentences about a dump, and TRL's own correction in the run."""
     notes = [f"{dump.sample}."] if dump.sample else []
-    if not has_settings(dump.settings):
+    if dump.settings is None:
         notes.append(
             f"The dump does not say with which settings it was written: `{_THIS_RUN}` assumes the default, "
             f"`rollout_correction: {DEFAULT}`."
         )
-    if run.by_trl and (of_trl := given_to_trl(dump.settings)):
+    if run.by_trl and (of_trl := given_to_trl(dump.fields)):
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
         notes.append(f"This run uses `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
     return notes
@@ -206,7 +205,7 @@ def _as_json(c: Comparison) -> str:
                 "name": name,
                 "reference": name == _REFERENCE,
                 **outcome._asdict(),
-                "fields": dataclasses.asdict(settings),
+                "fields": settings.fields,
             }
             for name, settings, outcome in c.outcomes
         ],

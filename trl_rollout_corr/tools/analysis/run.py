@@ -11,7 +11,6 @@ from ...settings.resolve import Settings
 from ...settings.words import settings_in_words
 from ..dump.columns import SCHEMA
 from ..dump.folder import files_of, read_logs
-from ..dump.in_effect import complaints_about, settings_of_run
 from ..dump.reading import Dump, open_dump
 from ..logs.log_files import first_readable, merge, parts_of, split_source
 
@@ -54,10 +53,10 @@ def _read(path: Path, name: str) -> Run:
         entries = first_readable(logs, damage, needed=folder is None, run=name)
     if folder is not None:
         dump = open_dump(path, _COLUMNS)
-        settings = settings_of_run(dump.settings)
+        settings = dump.settings
         if settings is not None:
-            about["correction"] = settings_in_words(settings, dump.settings)
-        damage += [*dump.damage, *complaints_about(dump.settings)]
+            about["correction"] = settings_in_words(settings, dump.fields)
+        damage += dump.complaints
         if others := [] if folder == path else _other_dumps(path, folder):
             damage.append(f"it also contains the dumps {', '.join(others)}. Name two of them to see both")
         about = {name: dump.about[name] for name in ("model", "trainer", "date") if name in dump.about} | about
@@ -80,8 +79,8 @@ def _other_dumps(folder: Path, chosen: Path) -> list[str]:
     ]
 
 
-def clip_range(settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Lower and upper ratio at which TRL's PPO clips in the run that wrote a dump."""
-    below, above = (settings.get(name) for name in ("epsilon", "epsilon_high"))
+def clip_range(fields: Mapping[str, Any]) -> tuple[float, float]:
+    """Lower and upper ratio at which TRL's PPO clips in a run with these fields."""
+    below, above = (fields.get(name) for name in ("epsilon", "epsilon_high"))
     lower = float(below) if isinstance(below, int | float) and below else 0.2
     return 1 - lower, 1 + (float(above) if isinstance(above, int | float) and above else lower)

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from ...messages import PREFIX, warn
-from ...settings.resolve import Settings
 from ..bands import HEALTHY
 from ..decision import Decision, decide, gap_of
 from ..dump.folder import read_logs
-from ..dump.in_effect import complaints_about, settings_of_run
 from ..dump.reading import Dump, open_dump
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
@@ -39,8 +37,8 @@ def open_for_diagnosis(path: str | Path) -> Dump:
     and unreadable settings. Raises a `ValueError` of one line without a dump.
     """
     dump = open_dump(path, COLUMNS, worst=False)
-    for damage in [*dump.damage, *complaints_about(dump.settings)]:
-        warn(f"{path}: {damage}.")
+    for complaint in dump.complaints:
+        warn(f"{path}: {complaint}.")
     return dump
 
 
@@ -49,16 +47,15 @@ def read_tokens(path: str | Path) -> DumpedTokens:
     return observe_dump(open_for_diagnosis(path))
 
 
-def alarms_of_run(log: Log, fields: Mapping[str, Any]) -> list[Alarm]:
-    """The alarms in the log of a run. `fields` are what its dump keeps of its configuration; empty without a dump."""
-    return alarms_of_log(log, settings_of_run(fields), fields)
+def alarms_of_run(log: Log, dump: Dump | None) -> list[Alarm]:
+    """The alarms in the log of a run, of which there may be a dump."""
+    return alarms_of_log(log, None, {}) if dump is None else alarms_of_log(log, dump.settings, dump.fields)
 
 
 def observe_dump(dump: Dump) -> DumpedTokens:
     """The tokens of an opened dump, and what the log in it says about its run."""
     log = read_logs(dump.path)
-    alarms = alarms_of_run(log, dump.settings)
-    settings, steps = settings_of_run(dump.settings), dump.sequences.step
+    alarms, steps = alarms_of_run(log, dump), dump.sequences.step
     until = [entry for entry in log if entry["step"] <= steps.max()]
     scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
     rates = sorted(_logged(log, "learning_rate"))
@@ -66,13 +63,13 @@ def observe_dump(dump: Dump) -> DumpedTokens:
     facts = LogFacts(
         movement=_movement(rates, steps),
         quiet=is_small(log) and not alarms,
-        harmed=asks or _loses_gradient(dump, settings),
+        harmed=asks or _loses_gradient(dump),
         scored_again=_logged(until, f"{PREFIX}fresh_k3_kl", f"{PREFIX}age_k3_kl"),
         texts_off=scored_texts[-1][1:] if scored_texts else None,
         entropy=_entropy(log, steps),
         rates=rates,
     )
-    return DumpedTokens(dump.sequences, settings, dump.settings, dump.about, facts)
+    return DumpedTokens(dump.sequences, dump.settings, dump.fields, dump.about, facts)
 
 
 def decision_of(dump: Dump) -> Decision:
@@ -87,9 +84,9 @@ def decision_of(dump: Dump) -> Decision:
 # What the dump and the log say about the run -------------------------------------------------------------------------
 
 
-def _loses_gradient(dump: Dump, settings: Settings | None) -> bool:
+def _loses_gradient(dump: Dump) -> bool:
     """True if the mean factor of the policy gradient, over tokens of the loss, is unhealthy in the dump."""
-    here = dump.sequences.counted
+    here, settings = dump.sequences.counted, dump.settings
     if settings is None or not settings.corrects or settings.clips_around_sampler or not here.any():
         return False
     low, high = HEALTHY["effective_lr"]

@@ -2,14 +2,12 @@
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from ...messages import plain
-from ...settings.config import RolloutCorrectionConfig
-from ...settings.presets import UNSET, settings_of
-from ...settings.resolve import FIELDS, Settings
+from ...settings.config import RolloutCorrectionConfig, settings_of_preset
+from ...settings.presets import UNSET
+from ...settings.resolve import Settings
 from ..translation.own_settings import in_one_line, own_fields
 from ..translation.trl import TRL_KEYS
 
@@ -62,16 +60,13 @@ _OF_ENGINE = frozenset({
     "spec_method",
 })  # fmt: skip
 
-# Values in effect for the fields that no preset decides
-_DEFAULTS = {name: value for name, value in asdict(RolloutCorrectionConfig().settings).items() if name not in UNSET}
-
 
 def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     """
     Settings in effect, the names of the `given` ones, and some fields of TRL, in types of JSON. `in_effect` says that
     no preset decides any of the settings again.
     """
-    written = {**asdict(settings), "in_effect": True, "given": sorted(args.given)}
+    written = {**settings.fields, "in_effect": True, "given": sorted(settings.given)}
     for name, keys in _OF_TRL.items():
         if hasattr(args, name):
             value = getattr(args, name)
@@ -85,51 +80,27 @@ def settings_in_effect(args: Any, settings: Settings) -> dict[str, Any]:
     return {name: plain(value) for name, value in written.items()}
 
 
-def read_settings(written: Mapping[str, Any], complaint: str) -> Settings:
+def read_settings(written: Mapping[str, Any]) -> Settings | None:
     """
-    Settings in effect of the run that wrote a dump. A dump from elsewhere may name only a part of them, as a
-    configuration does. Raises a `ValueError` of one line that begins with the complaint.
+    Settings in effect of the run that wrote a dump; `None` if it names none. Missing ones are off. A dump from
+    elsewhere may name only a part of them, as a configuration does. Raises a `ValueError` of one line.
     """
     own = own_fields(written)
-    in_effect = written.get("in_effect") is True
-    if not in_effect:
-        if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
-            own = {**asdict(RolloutCorrectionConfig(rollout_correction="trl").settings), **own}
-        in_effect = _look_decided(own)
+    if not own:
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run warned already
         try:
-            if in_effect and own.keys() <= FIELDS:
-                return Settings.read({**settings_of(None), **_DEFAULTS, **own})
+            if written.get("in_effect") is True or _look_decided(own):
+                return Settings.read({**settings_of_preset(None).fields, **own})
+            if own.get("rollout_correction") == "trl":  # no configuration of ours can name its weights
+                return Settings.read({**settings_of_preset("trl").fields, **own})
             return RolloutCorrectionConfig(**own).settings
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{complaint}: {in_one_line(error)}") from None
+            raise ValueError(in_one_line(error)) from None
 
 
 def _look_decided(own: Mapping[str, Any]) -> bool:
     """True if no preset has a field to decide, as in a dump that does not say what it names."""
     decided = UNSET.keys() - {"rollout_rs_threshold"}
     return "rollout_correction" in own and all(own.get(name, UNSET[name]) != UNSET[name] for name in decided)
-
-
-def has_settings(fields: Mapping[str, Any]) -> bool:
-    """True if the run that wrote a dump recorded settings of the correction."""
-    return bool(own_fields(fields))
-
-
-def settings_of_run(fields: Mapping[str, Any]) -> Settings | None:
-    """Settings in effect of the run that wrote a dump; `None` if missing or unreadable."""
-    if not has_settings(fields):
-        return None
-    with suppress(ValueError):
-        return read_settings(fields, "the settings in the dump")
-    return None
-
-
-def complaints_about(fields: Mapping[str, Any]) -> list[str]:
-    """A sentence if the settings that a run recorded cannot be read, such as those of another release."""
-    try:
-        read_settings(fields, "they cannot be read")
-    except ValueError as error:
-        return [f"the settings in the dump count as unknown ({str(error).rstrip('.')})"]
-    return []

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...settings.resolve import FIELDS
+from ...settings.resolve import FIELDS, Settings
 from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
 from .folder import files_of
+from .in_effect import read_settings
 from .sample import MOST_TOKENS, Rows, choose_rows
 from .sequences import Sequences
 
@@ -30,10 +31,18 @@ class Dump(NamedTuple):
 
     path: Path  # folder with the files, or the only file that was read
     sequences: Sequences  # in order of steps
-    settings: dict[str, Any]  # settings in effect at the last step
+    fields: dict[str, Any]  # of this package and of TRL at the last step, by name
+    settings: Settings | None  # in effect by these fields; `None` if they name none, or cannot be read
     about: dict[str, str]  # `model`, `trainer`, `date`, types and adapter, where known
     damage: list[str]  # a sentence about each unreadable file, and about the dump of a later run next to it
     sample: str = ""  # a sentence about the rows, if they are a sample
+    refused: str = ""  # why the settings cannot be read, such as those of another release
+
+    @property
+    def complaints(self) -> list[str]:
+        """A sentence about each part of the dump that cannot be read."""
+        unknown = f"the settings in the dump count as unknown (they cannot be read: {self.refused.rstrip('.')})"
+        return [*self.damage, *([unknown] if self.refused else [])]
 
 
 class _File(NamedTuple):
@@ -41,7 +50,7 @@ class _File(NamedTuple):
 
     path: Path
     groups: list[tuple[int, int]]  # rows and tokens of each row group
-    settings: dict[str, Any]
+    fields: dict[str, Any]
     about: dict[str, str]
 
     @property
@@ -66,15 +75,12 @@ def open_dump(path: str | Path, columns: Sequence[str] = SCHEMA.names, *, worst:
     table, sample = _read_some(files, columns, damage, worst=worst)
     if later is not None:
         damage.append(f"{str(later)!r} contains the dump of a later run")
-    return Dump(dump, Sequences(table), files[-1].settings, _about_of(files), damage, sample)
-
-
-def read_table(path: str | Path) -> tuple[pa.Table, dict[str, Any], dict[str, str], list[str]]:
-    """All rows of a dump in order of steps, its settings, facts about the run, and a sentence per damaged file."""
-    damage: list[str] = []
-    files = _look_at(Path(path), damage)
-    table = _read_whole(files, SCHEMA.names, damage)
-    return table, files[-1].settings, _about_of(files), damage
+    fields, settings, refused = files[-1].fields, None, ""
+    try:
+        settings = read_settings(fields)
+    except ValueError as error:
+        refused = str(error)
+    return Dump(dump, Sequences(table), fields, settings, _about_of(files), damage, sample, refused)
 
 
 def _about_of(files: list[_File]) -> dict[str, str]:
@@ -136,10 +142,10 @@ def _footer(path: Path) -> _File:
         earlier = _is_earlier(path, version.decode(errors="replace"))
         _check_schema(path, schema, earlier=earlier)
         groups = [_size(file.metadata.row_group(i)) for i in range(file.num_row_groups)]
-        settings, about = (_object(path, metadata, key) for key in ("settings", "about"))
+        fields, about = (_object(path, metadata, key) for key in ("settings", "about"))
         if earlier:  # a field that no longer exists would make all settings unreadable
-            settings = {name: x for name, x in settings.items() if name in FIELDS or not name.startswith("rollout_")}
-    found_file = _File(path, groups, settings, {key: str(value) for key, value in about.items()})
+            fields = {name: x for name, x in fields.items() if name in FIELDS or not name.startswith("rollout_")}
+    found_file = _File(path, groups, fields, {key: str(value) for key, value in about.items()})
     if found_file.tokens > _LARGEST:
         raise ValueError(f"{path.name} contains {found_file.tokens:,} tokens, more than a command can read")
     return found_file

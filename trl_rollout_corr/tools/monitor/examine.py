@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from ...messages import SettingError, nearest
+from ...settings.config import settings_of_preset
 from ...settings.fields import parse_limits
 from ...settings.resolve import Settings
 from ..formats import number_beyond
 from .history import WITHOUT_METRICS, as_logged, is_window
 from .rule import Alarm, Bound
 from .rules import BOUNDS, SILENCED
-from .stock import settings_of_trl, windows_of_stock
+from .stock import windows_of_stock
 from .texts import fill
 from .windows import Course, Window, is_training_window
 
@@ -162,6 +163,6 @@ def alarms_of_log(
     """As [`examine`], of a log that may be without metrics, such as the log of a dump."""
     entries = as_logged(history)
     if not any(map(is_training_window, entries)) and (of_trl := windows_of_stock(entries)):
-        entries, settings = of_trl, settings or settings_of_trl()
+        entries, settings = of_trl, settings or settings_of_preset("trl")  # as such a log names none
     limits = None if settings is None else parse_bounds(settings.rollout_monitor_bounds)
     return Examiner(settings, limits, fields).alarms_of(entries)

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ...messages import PREFIX
-from ...settings.config import RolloutCorrectionConfig
-from ...settings.resolve import Settings
 
 
 OF_TRL = "sampling/"  # begins the keys of TRL's own correction
@@ -37,8 +35,3 @@ def windows_of_stock(history: Iterable[Mapping[str, object]]) -> list[dict[str, 
             ratio = value_of(entry, RATIO)
             found.append({**entry, **({} if ratio is None else {f"{PREFIX}rollout_is_mean": ratio})})
     return found
-
-
-def settings_of_trl() -> Settings:
-    """Settings of TRL's default, which the rules assume for a run of TRL, because its log names none."""
-    return RolloutCorrectionConfig(rollout_correction="trl").settings

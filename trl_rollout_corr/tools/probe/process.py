@@ -17,6 +17,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from ...pushes.reloading import reload
 from ...settings.effects import distortions
+from ...settings.resolve import Settings
 from ...trainers.forward_pass import evaluating
 from ...trainers.keys import ROLLOUT_LOGPS
 from ...trainers.model_checks import dropout_of
@@ -44,11 +45,11 @@ class _StopBeforeTraining(TrainerCallback):
 class Probe:
     """
     A trainer before its first step, which can sample and score its first batch repeatedly. `run` is the configuration
-    before it was shortened for the probe.
+    before it was shortened for the probe, and `settings` are those in effect in it.
     """
 
-    def __init__(self, trainer: Trainer, run: Config | None = None) -> None:
-        self.trainer, self.run = trainer, run or trainer.args
+    def __init__(self, trainer: Trainer, run: Config, settings: Settings) -> None:
+        self.trainer, self.run, self.settings = trainer, run, settings
         trainer.add_callback(_StopBeforeTraining())
         with suppress(_Prepared):
             trainer.train()
@@ -90,9 +91,8 @@ class Probe:
                 **dict.fromkeys(("reward", "advantage", "staleness"), torch.zeros(len(mask))),
             }
             rows += [make_row(sequence, step=1) for sequence in on_host({**tokens_of(batch), **columns})]
-        settings = self.run.settings
-        written = settings_in_effect(self.run, settings)
-        return DumpedTokens(Sequences.from_rows(rows), settings, written, self.about)
+        written = settings_in_effect(self.run, self.settings)
+        return DumpedTokens(Sequences.from_rows(rows), self.settings, written, self.about)
 
 
 def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, scoring: bool = True) -> Scored:
@@ -122,7 +122,7 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
         "about": probe.about,
         "device": probe.trainer.args.device.type,
         "options": [*distortions(vars(probe.run))],
-        "engine_kwargs": probe.run.settings.rollout_engine_kwargs or {},
+        "engine_kwargs": probe.settings.rollout_engine_kwargs or {},
         "attention": probe.trainer.model.config._attn_implementation,
     }
     return Scored(logps, facts)

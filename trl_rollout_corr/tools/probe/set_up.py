@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
+from ...settings.resolve import Settings
 from ...trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
 from ...trainers.trl_checks import Check, check_shared_process
@@ -44,8 +45,11 @@ _ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 CONTINUED = 8  # tokens to sample for measuring the time
 
 
-def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, ModelConfig]:
-    """Trainer class and configurations of trainer and model of a request. A `ValueError` if unusable."""
+def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Settings, ModelConfig]:
+    """
+    Trainer class, configuration of the trainer, its settings in effect, and configuration of the model of a request. A
+    `ValueError` if unusable.
+    """
     trainer_class, config_class = _TRAINERS[request["trainer"]]
     if "vllm_model_impl" in request.get("settings", {}):
         config_class = without_checks(config_class, check_shared_process)
@@ -61,9 +65,10 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Mod
             f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM "
             "itself. Add `--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
         )
-    if args.settings.rollout_support is not None:
+    settings = args.settings
+    if settings.rollout_support is not None:
         raise ValueError(
-            f"`rollout_support` is {args.settings.rollout_support!r}: the trainer then scores over the tokens that "
+            f"`rollout_support` is {settings.rollout_support!r}: the trainer then scores over the tokens that "
             "sampling kept, and vLLM over all. Remove it, and `top_p`, `top_k` and `min_p`, which it makes up for."
         )
     args.model_init_kwargs = {
@@ -72,7 +77,7 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Mod
         "dtype": model_args.dtype,
         **(args.model_init_kwargs or {}),
     }
-    return trainer_class, args, model_args
+    return trainer_class, args, settings, model_args
 
 
 def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]:
@@ -84,8 +89,11 @@ def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]
     return type(config_class.__name__, (config_class,), {"_checks_of_trainer": checks})
 
 
-def shortened(args: Config, completions: int, length: int, settings: Mapping[str, Any]) -> Config:
-    """The run with one batch of at least `completions`, of at most `length` tokens, and with other `settings`."""
+def shortened(args: Config, settings: Settings, completions: int, length: int, changes: Mapping[str, Any]) -> Config:
+    """
+    The run, whose `settings` are in effect, with one batch of at least `completions`, of at most `length` tokens, and
+    with other fields: `changes`.
+    """
     size = min(args.per_device_train_batch_size, completions)
     batches = -(-completions // size)
     batches += batches * size % 2  # two completions for each prompt
@@ -111,12 +119,12 @@ def shortened(args: Config, completions: int, length: int, settings: Mapping[str
         "rollout_dump_dir": None,
         "rollout_diagnose": False,
     }
-    changed = {name: value for name, value in settings.items() if name != "vllm_mode"}  # a probe starts vLLM itself
+    changed = {name: value for name, value in changes.items() if name != "vllm_mode"}  # a probe starts vLLM itself
     on_cpu = {"enforce_eager": True} if args.device.type == "cpu" else {}
-    engine = settings.get("rollout_engine_kwargs", args.settings.rollout_engine_kwargs) or {}
+    engine = changes.get("rollout_engine_kwargs", settings.rollout_engine_kwargs) or {}
     wanted |= changed
     wanted["rollout_engine_kwargs"] = {**on_cpu, **engine} or None
-    wanted["model_init_kwargs"] = {**(args.model_init_kwargs or {}), **settings.get("model_init_kwargs", {})}
+    wanted["model_init_kwargs"] = {**(args.model_init_kwargs or {}), **changes.get("model_init_kwargs", {})}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about the run were shown when it was read
         return dataclasses.replace(args, **wanted)
@@ -158,14 +166,15 @@ def fit(args: Config, lengths: Sequence[int], context: int | None, source: str) 
     args.max_completion_length = min(args.max_completion_length, left)
 
 
-def build_trainer(request: Mapping[str, Any]) -> tuple[Trainer, Config]:
+def build_trainer(request: Mapping[str, Any]) -> tuple[Trainer, Config, Settings]:
     """
-    The trainer of a request with its sampler, and the configuration of the run, before it was shortened for a probe.
+    The trainer of a request with its sampler, and the configuration of the run before it was shortened for a probe,
+    with its settings in effect.
     """
-    trainer_class, run, model_args = read_request(request)
+    trainer_class, run, settings, model_args = read_request(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
-    args = shortened(run, request["completions"], request["length"], request["settings"])
+    args = shortened(run, settings, request["completions"], request["length"], request["settings"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
     if not any(map(str.strip, lines)):
@@ -184,4 +193,4 @@ def build_trainer(request: Mapping[str, Any]) -> tuple[Trainer, Config]:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    return trainer, run
+    return trainer, run, settings

@@ -1,13 +1,12 @@
 """Composition of a page from the facts about one or two runs: sections, cards, tables and charts."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from ...messages import capitalized
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.config import settings_of_preset
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ...settings.trl_correction import given_to_trl
@@ -103,14 +102,14 @@ def _own(run: Run) -> dict[str, Any]:
     """The preset of a run with a dump, and the fields that differ from it; with `trl`, TRL's fields."""
     assert run.settings
     assert run.dump
-    fields = dataclasses.asdict(run.settings)
+    fields = run.settings.fields
     preset = fields["rollout_correction"]
-    alone = dataclasses.asdict(RolloutCorrectionConfig(rollout_correction=preset).settings)
+    alone = settings_of_preset(preset).fields
     left_out = ("rollout_monitor", "rollout_dump")
     changed = {x: y for x, y in fields.items() if y != alone[x] and not x.startswith(left_out)}
     if run.settings.by_trl:
         of_trl = {*UNSET, "rollout_nan_policy"}
-        changed = {x: y for x, y in changed.items() if x not in of_trl} | given_to_trl(run.dump.settings)
+        changed = {x: y for x, y in changed.items() if x not in of_trl} | given_to_trl(run.dump.fields)
     return {"rollout_correction": preset, **changed}
 
 

@@ -53,7 +53,7 @@ def analyse(run: Run, name: str, letter: str) -> Facts:
     """Compute the facts about a run."""
     windows = f"{len(run.log)} logging window{'' if len(run.log) == 1 else 's'}"
     course = None if run.dump or any(map(is_training_window, run.entries)) else course_of(run.entries)
-    alarms = alarms_of_run(run.entries, {} if run.dump is None else run.dump.settings)
+    alarms = alarms_of_run(run.entries, run.dump)
     diagnosis = None if letter else _diagnose(run)
     return Facts(name, letter, run, windows, alarms, diagnosis, course)
 

@@ -3,18 +3,17 @@
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from ...messages import SelfContainedError, warn
-from ...settings.config import RolloutCorrectionConfig
+from ...settings.config import RolloutCorrectionConfig, settings_from, settings_of_preset
 from ...settings.effects import effects
-from ...settings.presets import DEFAULT, VERL_PRESETS
-from ...settings.resolve import FIELDS, Settings, parse_fields, resolve
-from ...settings.trl_correction import DEFAULTS_OF_TRL, given_to_trl
+from ...settings.presets import VERL_PRESETS
+from ...settings.resolve import FIELDS, Settings
+from ...settings.trl_correction import DEFAULTS_OF_TRL
 from ..decision import decide, in_words
 from .setting_files import read_file, read_yaml
-from .trl import TRL_KEYS, from_trl
+from .trl import TRL_KEYS, read_trl
 
 
 def read_config(path: str) -> RolloutCorrectionConfig:
@@ -50,10 +49,10 @@ def in_one_line(error: Exception) -> str:
 def preset_of(settings: Settings) -> str | None:
     """Name of the preset whose settings these are, up to rounding; `None` for settings of no preset."""
     for name in VERL_PRESETS:
-        values = asdict(RolloutCorrectionConfig(rollout_correction=name).settings)
+        values = settings_of_preset(name).fields
         same = all(
             _is_close(value, values[field])
-            for field, value in asdict(settings).items()
+            for field, value in settings.fields.items()
             if field != "rollout_correction"
         )
         if same and settings.corrects:
@@ -70,14 +69,12 @@ def _is_close(value: object, other: object) -> bool:
 
 
 def tell_effects(fields: Mapping[str, Any], of_trl: Mapping[str, Any], trainer: str = "grpo") -> None:
-    """Warn about what fields of this package and of TRL do to the loss, as the trainer does."""
+    """Warn about what fields of this package and of TRL do to the loss, as the `trainer` does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the fields alone, for which the trainer has a check as well
         config = RolloutCorrectionConfig(**fields)
-    own = {key: value for key, value in of_trl.items() if key in TRL_KEYS}
-    default = "trl" if given_to_trl(own) else DEFAULT  # as the configuration of a trainer decides
-    # TRL's other losses have no weights
-    settings = resolve(parse_fields(vars(config)), default, lambda: from_trl(own) if trainer == "grpo" else {})
+    own = read_trl({name: value for name, value in of_trl.items() if name in TRL_KEYS})
+    settings = settings_from({**of_trl, **own, **vars(config)}, trainer)
     written = {**of_trl, **fields}
     for effect in effects(settings, written):
         decision = decide(settings, {**DEFAULTS_OF_TRL, "use_vllm": True, **written}, is_harmed=True)

@@ -54,6 +54,11 @@ def read_keys(settings: Mapping[str, object], keys: tuple[str, ...], what: str) 
     return plain
 
 
+def read_trl(settings: Mapping[str, object]) -> dict[str, Any]:
+    """TRL's `vllm_importance_sampling_*` settings, which may be text."""
+    return read_keys(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings")
+
+
 def from_trl(settings: Mapping[str, object]) -> dict[str, Any]:
     """Fields for TRL's `vllm_importance_sampling_*` settings, which may be text; missing ones take TRL's defaults."""
-    return fields_of(read_keys(settings, TRL_KEYS, "TRL's `vllm_importance_sampling_*` settings"))
+    return fields_of(read_trl(settings))
