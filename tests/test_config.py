@@ -800,10 +800,14 @@ def test_command_line(parser):
     assert parse("--rollout_clip_ratio_c", "none").rollout_clip_ratio_c is None
     assert parse("--rollout_monitor", "none").rollout_monitor is None
     assert parse("--rollout_routing", "none", "--rollout_dump_dir", "none").rollout_routing is None
-    bounds = '{"k3_high": 0.1, "staleness": null}'
-    assert parse("--rollout_monitor_bounds", bounds).rollout_monitor_bounds == {"k3_high": 0.1, "staleness": None}
-    kwargs = parse("--use_vllm", "--vllm_mode", "colocate", "--rollout_engine_kwargs", '{"dtype": "float16"}')
-    assert kwargs.rollout_engine_kwargs == {"dtype": "float16"}
+    for bounds in ('{"k3_high": 1e-1, "staleness": null}', "{k3_high: 0.1, staleness: null}"):
+        assert parse("--rollout_monitor_bounds", bounds).rollout_monitor_bounds == {"k3_high": 0.1, "staleness": None}
+    colocated = ("--use_vllm", "--vllm_mode", "colocate")
+    for arguments in ('{"dtype": "float16"}', "{dtype: float16}"):
+        found = parse(*colocated, "--rollout_engine_kwargs", arguments).rollout_engine_kwargs
+        assert found == {"dtype": "float16"}
+    number = settings(rollout_engine_kwargs='{"gpu_memory_utilization": 1e-1}').rollout_engine_kwargs
+    assert number == {"gpu_memory_utilization": 0.1}  # which is text in YAML
 
 
 def test_help_and_docstring_have_every_field(capsys):

@@ -118,30 +118,34 @@ def parse_clip_ratio(value: object, field: str) -> float:
     return bound
 
 
-def parse_engine_kwargs(value: object, field: str) -> dict[str, Any]:
-    if isinstance(value, str):  # from a command line, in JSON or YAML
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(value)
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return dict(value)
-    allowed = "a mapping from arguments of vLLM's engine to their values, such as {'dtype': 'float16'}"
+def _parse_mapping(value: object, field: str, allowed: str) -> dict[str, Any]:
+    """A mapping by name, also from the text of a command line, in JSON or YAML."""
+    mapping = value
+    if isinstance(value, str):
+        try:
+            mapping = json.loads(value)  # which YAML reads in another way: 1e-3 and Infinity as text
+        except json.JSONDecodeError:
+            with suppress(yaml.YAMLError):
+                mapping = yaml.safe_load(value)
+    if isinstance(mapping, Mapping) and all(isinstance(name, str) for name in mapping):
+        return dict(mapping)
     raise SettingError(field, value, allowed=allowed)
+
+
+def parse_engine_kwargs(value: object, field: str) -> dict[str, Any]:
+    allowed = "a mapping from arguments of vLLM's engine to their values, such as {'dtype': 'float16'}"
+    return _parse_mapping(value, field, allowed)
 
 
 def parse_limits(value: object, field: str) -> Any:
     """Other limits of the monitor, by name of a bound; only the monitor knows these names."""
-    value = none_if_null(value)
-    if isinstance(value, str):  # from a command line
-        with suppress(json.JSONDecodeError):
-            value = json.loads(value)
-    if value is None:
+    if none_if_null(value) is None:
         return None
-    if not isinstance(value, Mapping):
-        raise SettingError(field, value, allowed='numbers, or None, by name of a bound, such as {"staleness": 32}')
-    for name, limit in value.items():
+    limits = _parse_mapping(value, field, 'numbers, or None, by name of a bound, such as {"staleness": 32}')
+    for name, limit in limits.items():
         if limit is not None and not _is_number(limit):
             raise SettingError(field, limit, allowed="a number, or None to switch the bound off", part=f"for {name!r}")
-    return dict(value) or None
+    return limits or None
 
 
 def _is_number(value: object) -> bool:

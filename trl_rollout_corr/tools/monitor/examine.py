@@ -104,7 +104,7 @@ def by_severity(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 
 def parse_bounds(bounds: Mapping[str, float | None] | str | None) -> dict[str, float | None]:
-    """Limits by name of a bound, with `None` for a bound that is off; also from JSON."""
+    """Limits by name of a bound, with `None` for a bound that is off; also from text."""
     limits = parse_limits(bounds, "rollout_monitor_bounds") or {}
     for name in limits:
         if name not in BOUNDS:
