@@ -149,7 +149,7 @@ def engine_faults(request: dict[str, object], folder: Path, sizes: dict[str, flo
     def sampler(*faults: str) -> np.ndarray:
         name = frozenset(faults)
         if name not in scored:
-            more = {"settings": {"rollout_engine_kwargs": arguments(name)}, "tokens": str(tokens)}
+            more = {"changes": {"rollout_engine_kwargs": arguments(name)}, "tokens": str(tokens)}
             title = " + ".join(faults) or "no fault"
             scored[name] = in_process(title, {**request, **more}, folder / title).logps["sampler"]
         return scored[name]
@@ -218,7 +218,7 @@ def main():
             )
             print(f"{' + '.join(faults):24} {fault:12} {line}", flush=True)
 
-    given = {"options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo", "settings": {}}
+    given = {"options": OPTIONS_OF_RUN, "config": None, "prompts": None, "trainer": "grpo", "changes": {}}
     request = {**given, "model": args.model, "completions": args.completions, "length": args.length}
     for faults, whole, parts in engine_faults(request, args.output, sizes):
         judge(faults, whole, parts)

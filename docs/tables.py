@@ -223,7 +223,7 @@ def _answer(row: Row) -> str:
 def cause_sections(inside: str) -> str:
     text = {}
     for name, it in {**OTHER_CAUSES, **CAUSES}.items():
-        more = ", ".join(f"`{line}`" for line in yaml_lines(it.settings).splitlines() if line not in it.remedy)
+        more = ", ".join(f"`{line}`" for line in yaml_lines(it.advised).splitlines() if line not in it.remedy)
         remedy = it.remedy.replace(HIDES, "Do not correct for it.")
         text[name] = wrapped(f"*{capitalized(it.title)}.* {remedy}{f' Settings: {more}.' if more else ''}")
     return sections(inside, text)

@@ -846,13 +846,13 @@ def test_every_remedy_looks_at_what_is_in_effect(name):
     def advice(**in_effect):
         return remedy_for(in_run(finding, in_effect), finding)
 
-    assert advice() == (cause.remedy, cause.settings)
+    assert advice() == (cause.remedy, cause.advised)
     run = RolloutCorrectionConfig().settings.fields
-    text, settings = advice(**{**run, **cause.settings})
+    text, settings = advice(**{**run, **cause.advised})
     assert settings == {}
-    assert text.startswith("The run uses this already: " if cause.settings else cause.remedy)
+    assert text.startswith("The run uses this already: " if cause.advised else cause.remedy)
     assert cause.otherwise in text
-    assert bool(cause.otherwise) == bool(cause.settings)
+    assert bool(cause.otherwise) == bool(cause.advised)
 
 
 def test_mappings_are_in_effect_key_by_key():
@@ -860,7 +860,7 @@ def test_mappings_are_in_effect_key_by_key():
         finding = Finding(name, 0.9, 1.0, Evidence(1.0, 1.0, {}, ""))
         return remedy_for(in_run(finding, in_effect), finding)[1]
 
-    float32_head = CAUSES["head"].settings
+    float32_head = CAUSES["head"].advised
     engine = {"dtype": "float32", "hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}
     assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs=engine) == {}
     assert missing("head", cast_lm_head_to_fp32=True, rollout_engine_kwargs={"dtype": "float32"}) == {
@@ -913,7 +913,7 @@ def test_settings_that_are_advised_are_written_and_secrets_are_not(kind, tmp_pat
     _, config_class = TRAINERS[kind]
     config = config_class(**config_fields(tmp_path, **kwargs))
     written = settings_in_effect(config, config.settings)
-    advised = {name for cause in CAUSES.values() for name in cause.settings}
+    advised = {name for cause in CAUSES.values() for name in cause.advised}
     assert advised - written.keys() == ({"cast_lm_head_to_fp32"} if kind == "rloo" else set())
     assert written["model_init_kwargs"] == {"dtype": "float32"}
     assert written["rollout_engine_kwargs"] == in_effect
@@ -957,8 +957,8 @@ def test_every_cause_has_a_fault_a_signature_and_a_remedy_that_loads():
     injected = {fault.cause for fault in faults.FAULTS.values()} - {"nothing", "unknown"}
     assert tested == set(CAUSES) == injected | {case.right[0] for case in simulated.CASES.values()} - {"healthy"}
     for name, cause in CAUSES.items():
-        known = {f for f in cause.settings if f in RolloutCorrectedGRPOConfig.__dataclass_fields__}
-        assert known == set(cause.settings), name
+        known = {f for f in cause.advised if f in RolloutCorrectedGRPOConfig.__dataclass_fields__}
+        assert known == set(cause.advised), name
 
 
 def test_rewriting_says_what_it_cannot_do(tmp_path):

@@ -250,7 +250,7 @@ def test_a_probe_gives_one_answer_which_is_that_of_the_larger_share(share):
     text = write_text(diagnosis, remedies=False) + write_answer(answer)
     assert text.count("What to do:") == 1
     if share > 0.9:
-        assert answer.settings == {**remedy_for(diagnosis, diagnosis.findings[0])[1], "rollout_correction": "auto"}
+        assert answer.advised == {**remedy_for(diagnosis, diagnosis.findings[0])[1], "rollout_correction": "auto"}
         assert "fp16" not in text
     else:
         assert yaml.safe_load(text.splitlines()[-1]) == {"fp16": True}
@@ -266,7 +266,7 @@ def test_the_answer_of_a_probe_names_the_correction(trainer, tmp_path):
     diagnosis = Diagnosis("found", [finding], 0.2, 0.02, None, 1000, 10, config.settings, in_effect)
     first, _ = answers(no_dropout=0.0, pushed=0.0)
     answer = answer_of(diagnosis, judged(first, {}, {}))
-    assert answer.settings == {"rollout_correction": "auto"}
+    assert answer.advised == {"rollout_correction": "auto"}
     assert answer.text.endswith(in_words(diagnosis.decision))
 
 
@@ -293,7 +293,7 @@ ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 def request(model, folder, *options, **fields):
     return {
         "model": str(model), "config": None, "options": [*ON_A_CPU, *options], "prompts": None, "completions": 64,
-        "length": 128, "trainer": "grpo", "settings": {}, "output": str(folder), **fields,
+        "length": 128, "trainer": "grpo", "changes": {}, "output": str(folder), **fields,
     }  # fmt: skip
 
 

@@ -241,7 +241,7 @@ ELSEWHERE = (*ASYNCHRONOUS, *NOT_TRAINED, AGENT, *OWN_ENGINES)
 def test_remedies_point_at_recipes_of_precision(cause):
     named = re.findall(r"recipe (\S+\.yaml)", CAUSES[cause].remedy)
     assert named == OF_PRECISION[cause]
-    assert CAUSES[cause].settings.items() <= settings(named[0]).items()
+    assert CAUSES[cause].advised.items() <= settings(named[0]).items()
 
 
 @pytest.mark.slow

@@ -25,9 +25,9 @@ class Cause(NamedTuple):
     title: str  # in one line
     test: Test  # the test that finds it
     remedy: str  # at the source first
-    settings: Mapping[str, object] = {}  # of a trainer, as the remedy; empty where no setting helps
-    otherwise: str = ""  # the remedy for a run that already uses these settings
-    if_impossible: str = ""  # the remedy for a run that cannot have these settings, after the reason
+    advised: Mapping[str, object] = {}  # fields of a trainer, as the remedy; empty where none helps
+    otherwise: str = ""  # the remedy for a run that already has these fields
+    if_impossible: str = ""  # the remedy for a run that cannot have these fields, after the reason
     on_quantised: str = ""  # the remedy for a trainer whose weights are quantised, if it is another one
     may_correct: bool = False  # True if a correction of the gap that is left would not hide a mistake
     normal: bool = False  # True for a cause in every run, where only a large gap is unhealthy

@@ -125,7 +125,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     if (base := about.get("base_dtype")) and "model_init_kwargs" in run:  # TRL's default may be float32
         of_model: Any = run["model_init_kwargs"] or {}
         run = {**run, "model_init_kwargs": {**of_model, "dtype": base}}
-    lacking = {name: value for name, value in cause.settings.items() if not _in_effect(value, run.get(name, ...))}
+    lacking = {name: value for name, value in cause.advised.items() if not _in_effect(value, run.get(name, ...))}
     refused, reasons = _refused(lacking, run, about)
     accepted = {name: value for name, value in lacking.items() if name not in refused}
     if refused and not accepted and cause.if_impossible:
@@ -144,9 +144,9 @@ def _remedy(cause: Cause, reasons: list[str], *, has_all: bool) -> str:
     others gets the other remedy.
     """
     if cause.otherwise and has_all and not reasons:
-        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.settings).splitlines())
+        done = ", ".join(f"`{line}`" for line in yaml_lines(cause.advised).splitlines())
         return f"The run uses this already: {done}. {cause.otherwise}"
-    refuted = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(reasons) for name in cause.settings)
+    refuted = any(f"`{name}: " in cause.remedy and f"no `{name}`" in " ".join(reasons) for name in cause.advised)
     return " ".join([*reasons, cause.otherwise] if refuted else [cause.remedy, *reasons])
 
 
@@ -172,39 +172,39 @@ _GIVEN = "The trainer got this model and not its name, so load it with {options}
 
 
 def _refused(
-    settings: Mapping[str, object], run: Mapping[str, object], about: Mapping[str, str]
+    advised: Mapping[str, object], run: Mapping[str, object], about: Mapping[str, str]
 ) -> tuple[set[str], list[str]]:
     """Settings that the trainer of a run cannot have, and sentences why."""
     written = "given" in run  # by a trainer, with its fields of TRL
-    lacking = [name for name in settings if written and not name.startswith("rollout_") and name not in run]
+    lacking = [name for name in advised if written and not name.startswith("rollout_") and name not in run]
     refused, reasons = {*lacking}, [f"This trainer has no `{name}`." for name in lacking]
-    head, of_model = about.get("head", ""), settings.get("model_init_kwargs")
-    if _OF_HEAD in settings and _OF_HEAD not in refused and head in _HEADS:
+    head, of_model = about.get("head", ""), advised.get("model_init_kwargs")
+    if _OF_HEAD in advised and _OF_HEAD not in refused and head in _HEADS:
         refused.add(_OF_HEAD)
         reasons.append(_HEADS[head])
     if _OF_HEAD in refused:
-        refused |= settings.keys()  # in the sampler alone, a head in float32 makes no gap smaller
+        refused |= advised.keys()  # in the sampler alone, a head in float32 makes no gap smaller
     if isinstance(of_model, Mapping) and about.get("loaded_by") == "user":
         refused.add("model_init_kwargs")
         options = " and ".join(f"`{name}={value}`" for name, value in of_model.items())
         reasons.append(_GIVEN.format(options=options))
-    if "top_p" in settings and run.get("rollout_support"):
-        refused |= settings.keys()
+    if "top_p" in advised and run.get("rollout_support"):
+        refused |= advised.keys()
         reasons.append("The trainer takes over the tokens that the run's own truncation keeps (`rollout_support`).")
     return refused, reasons
 
 
 def _possible(
-    settings: Mapping[str, object], run: Mapping[str, object], about: Mapping[str, str]
+    advised: Mapping[str, object], run: Mapping[str, object], about: Mapping[str, str]
 ) -> tuple[dict[str, object], list[str]]:
     """Settings that are possible in a run, and sentences about the others."""
     written = "given" in run
     remote = written and (run.get("use_vllm") is False or run.get("vllm_mode") != "colocate")
-    if "rollout_routing" in settings and (reason := _why_no_replay(run, about, remote=remote)):
+    if "rollout_routing" in advised and (reason := _why_no_replay(run, about, remote=remote)):
         # without replay, nothing reads the experts that vLLM would return
-        return {name: x for name, x in settings.items() if name not in _OF_ENGINE}, [reason]
-    elsewhere = {name: value for name, value in settings.items() if remote and name in _OF_ENGINE}
-    return {name: x for name, x in settings.items() if name not in elsewhere}, [*map(_elsewhere, elsewhere.items())]
+        return {name: x for name, x in advised.items() if name not in _OF_ENGINE}, [reason]
+    elsewhere = {name: value for name, value in advised.items() if remote and name in _OF_ENGINE}
+    return {name: x for name, x in advised.items() if name not in elsewhere}, [*map(_elsewhere, elsewhere.items())]
 
 
 def _why_no_replay(run: Mapping[str, object], about: Mapping[str, str], *, remote: bool) -> str:
@@ -238,8 +238,8 @@ _DEFAULTS = {"frequency_penalty": 0.0, "kv_cache_dtype": "auto", "presence_penal
 def _in_effect(value: object, run: object) -> bool:
     """True if the run already uses the advised value. An unknown value (`...`) counts as another one."""
     if isinstance(value, Mapping):
-        settings = run if isinstance(run, Mapping) else {}
-        return run is not ... and all(_in_effect(x, settings.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
+        of_run = run if isinstance(run, Mapping) else {}
+        return run is not ... and all(_in_effect(x, of_run.get(k, _DEFAULTS.get(k, ...))) for k, x in value.items())
     return run is not ... and (run == value or not (run or value))  # 0, None and False all mean off
 
 
@@ -247,7 +247,7 @@ def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
     """The diagnosis as text for a terminal. Without `remedies`, the caller gives the only answer."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
-        cause, (remedy, settings) = finding.cause, remedy_for(diagnosis, finding)
+        cause, (remedy, advised) = finding.cause, remedy_for(diagnosis, finding)
         lines += [
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
@@ -255,7 +255,7 @@ def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
             f"   Evidence: {evidence(finding)}.",
         ]
         if remedies:
-            to_paste = {} if diagnosis.healthy else settings  # what is normal needs no setting
+            to_paste = {} if diagnosis.healthy else advised  # what is normal needs no setting
             lines += [f"   What to do: {remedy}", *(f"     {line}" for line in yaml_lines(to_paste).splitlines())]
     if remedies:
         decision = diagnosis.decision
@@ -287,10 +287,10 @@ def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -
                 "share_of_squared_log_ratio": round(finding.share, 4),
                 "evidence": dict(finding.evidence.numbers),
                 "remedy": remedy,
-                "settings": settings,
+                "settings": advised,
             }
             for finding in diagnosis.findings
-            for remedy, settings in [remedy_for(diagnosis, finding)]
+            for remedy, advised in [remedy_for(diagnosis, finding)]
         ],
         "correction": as_document(diagnosis.decision),
         **(more or {}),

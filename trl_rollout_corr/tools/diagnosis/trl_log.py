@@ -111,7 +111,7 @@ class Suspicion(NamedTuple):
     title: str
     text: str  # the reason for the suspicion, with its doubt
     remedy: str
-    settings: Mapping[str, object] = {}
+    advised: Mapping[str, object] = {}
 
 
 _LENGTH = Suspicion(
@@ -241,7 +241,7 @@ def suspicions_as_text(course: RatioCourse) -> str:
     lines = [f"{suspicion_headline(found)}.", course_in_words(course)]
     for place, it in enumerate(found, 1):
         lines += ["", f"{place}. {capitalized(it.title)} ({it.name})", "   possible", f"   Why: {it.text}"]
-        lines += [f"   What to do: {it.remedy}", *(f"     {line}" for line in yaml_lines(it.settings).splitlines())]
+        lines += [f"   What to do: {it.remedy}", *(f"     {line}" for line in yaml_lines(it.advised).splitlines())]
     return "\n".join(lines) + "\n"
 
 
@@ -249,7 +249,7 @@ def suspicions_as_json(course: RatioCourse) -> str:
     """The suspicions as JSON."""
     found = suspicions(course)
     causes = [
-        {"cause": it.name, "title": it.title, "why": it.text, "remedy": it.remedy, "settings": it.settings}
+        {"cause": it.name, "title": it.title, "why": it.text, "remedy": it.remedy, "settings": it.advised}
         for it in found
     ]
     ratio = {"first": course.first, "last": course.last, "lowest": course.lowest}

@@ -91,7 +91,7 @@ class Trial(NamedTuple):
     """One trial of settings."""
 
     change: str
-    settings: Mapping[str, Any]  # on top of the run's own
+    fields: Mapping[str, Any]  # on top of the run's own
     k3: float  # nats
     equal: float  # share of tokens that are bit-equal
     trainer: float  # time to score, times that of the run
@@ -210,8 +210,8 @@ def candidates(facts: ProcessFacts, *, quick: bool) -> dict[str, dict[str, Any]]
     return tried
 
 
-def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Scored | str]) -> list[Trial]:
-    """Trials of settings that were answered with scores and not with a reason, the smallest gap first."""
+def judged(first: Scored, changes: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Scored | str]) -> list[Trial]:
+    """Trials of `changes` that were answered with scores and not with a reason, the smallest gap first."""
     trials = []
     for change, scored in {"nothing": first, **tried}.items():
         if isinstance(scored, str):
@@ -223,7 +223,7 @@ def judged(first: Scored, settings: Mapping[str, Mapping[str, Any]], tried: Mapp
         of_run = first.facts["costs"]
         trainer, sampler = costs["trainer"] / of_run["trainer"], costs["sampler"] / of_run["sampler"]
         gap, equal = float(k3_of(d).mean()), float((d == 0).mean())
-        trials.append(Trial(change, settings.get(change, {}), gap, equal, trainer, sampler, costs["weights"]))
+        trials.append(Trial(change, changes.get(change, {}), gap, equal, trainer, sampler, costs["weights"]))
     return sorted(trials, key=lambda trial: (trial.k3, trial.trainer))
 
 
@@ -249,7 +249,7 @@ class Answer(NamedTuple):
 
     share: float  # share of the gap that it acts on
     text: str
-    settings: Mapping[str, Any]
+    advised: Mapping[str, Any]
 
 
 def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
@@ -261,17 +261,17 @@ def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
     causes = [finding for finding in diagnosis.findings if not finding.cause.normal]
     first = max(causes, key=lambda finding: finding.share, default=None)
     if first is not None and first.share >= gain:
-        remedy, settings = remedy_for(diagnosis, first)
+        remedy, advised = remedy_for(diagnosis, first)
         decision = diagnosis.decision
         text = f"{capitalized(first.cause.title)} explains {_share(first.share)} of d^2. {remedy} {in_words(decision)}"
-        return Answer(first.share, text, {**settings, **decision.set})
+        return Answer(first.share, text, {**advised, **decision.set})
     if best is None:
         nothing = "No setting that was tried makes the gap much smaller"
         return Answer(0.0, f"{nothing}: leave them as they are." if diagnosis.healthy else f"{nothing}.", {})
     smaller = f"{best.change}. It removes {_share(gain)} of k3_kl, and is the fastest setting that does."
     healthy = "Nothing has to be done. For a smaller gap: " if diagnosis.healthy else ""
     other = f" {capitalized(first.cause.title)} explains {_share(first.share)} only." if first is not None else ""
-    return Answer(gain, f"{healthy}{smaller}{other}", best.settings)
+    return Answer(gain, f"{healthy}{smaller}{other}", best.fields)
 
 
 def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
@@ -287,7 +287,7 @@ def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
 
 def write_answer(answer: Answer) -> str:
     """The answer as text for a terminal. Settings to paste come last, as YAML."""
-    return "\n".join(["", f"What to do: {answer.text}", yaml_lines(answer.settings)]).rstrip() + "\n"
+    return "\n".join(["", f"What to do: {answer.text}", yaml_lines(answer.advised)]).rstrip() + "\n"
 
 
 def _share(share: float) -> str:

@@ -20,8 +20,10 @@ import torch
 
 from ..diagnosis.text import write_json, write_text
 from .parts import (
+    Answer,
     Scored,
     Side,
+    Trial,
     answer_of,
     candidates,
     chain_of,
@@ -51,17 +53,17 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     request["completions"] = run["completions"] or request["completions"]
     with tempfile.TemporaryDirectory(prefix="rollout-probe-") as name:
         folder = Path(name)
-        first = in_process("the run as it is", {**request, "settings": {}}, folder / "first")
-        settings = candidates(first.facts, quick=run["quick"])
+        first = in_process("the run as it is", {**request, "changes": {}}, folder / "first")
+        changes = candidates(first.facts, quick=run["quick"])
         tried: dict[str, Scored | str] = {}
-        for i, (change, fields) in enumerate(settings.items(), 1):
-            more = {"settings": fields, "tokens": str(folder / "first" / "tokens.pt")}
+        for i, (change, fields) in enumerate(changes.items(), 1):
+            more = {"changes": fields, "tokens": str(folder / "first" / "tokens.pt")}
             try:
-                tried[change] = in_process(f"{i} of {len(settings)}, {change}", {**request, **more}, folder / str(i))
+                tried[change] = in_process(f"{i} of {len(changes)}, {change}", {**request, **more}, folder / str(i))
             except ValueError as error:
                 tried[change] = str(error)
     parts = split_gap(first.logps[Side.AS_IT_IS], chain_of(first, tried))
-    trials, observed = judged(first, settings, tried), first.facts["observed"]
+    trials, observed = judged(first, changes, tried), first.facts["observed"]
     assert observed is not None  # by the process that sampled
     diagnosis = diagnose_parts(observed, parts)
     answer = answer_of(diagnosis, trials)
@@ -69,13 +71,19 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     if as_json:
         tables = {
             "parts": [part._asdict() for part in parts],
-            "settings": [trial._asdict() for trial in trials],
+            "settings": [_document(trial) for trial in trials],
             "left_out": left_out,
-            "answer": answer._asdict(),
+            "answer": _document(answer),
         }
         return write_json(diagnosis, {**tables, "about": first.facts["about"]}), diagnosis.healthy
     found = write_text(diagnosis, remedies=False)
     return found + write_parts(parts) + write_trials(trials, left_out) + write_answer(answer), diagnosis.healthy
+
+
+def _document(record: Trial | Answer) -> dict[str, Any]:
+    """A record for JSON, where fields of a configuration are called `settings`, as by the other commands."""
+    names = {"fields": "settings", "advised": "settings"}
+    return {names.get(name, name): value for name, value in record._asdict().items()}
 
 
 def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:

@@ -205,5 +205,5 @@ def build(request: Mapping[str, Any]) -> Probe:
 def carry_out(request: Mapping[str, Any]) -> Scored:
     """The answer to a request, which needs a separate process."""
     batches = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
-    scoring = batches is None or not request["settings"].keys() <= OF_VLLM
+    scoring = batches is None or not request["changes"].keys() <= OF_VLLM
     return run(build(request), Path(request["output"]), batches, scoring=scoring)

@@ -1,6 +1,6 @@
 """
 From a request to a trainer with its sampler, which begin as in the run, with a batch of their own. A request is the
-`run` of `probe` (`tools/probe/probe.py`) with `output` (a folder), `settings` (fields that differ from the run), and
+`run` of `probe` (`tools/probe/probe.py`) with `output` (a folder), `changes` (fields that differ from the run), and
 perhaps `tokens` (a file of another process).
 """
 
@@ -51,7 +51,7 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Set
     `ValueError` if unusable.
     """
     trainer_class, config_class = _TRAINERS[request["trainer"]]
-    if "vllm_model_impl" in request.get("settings", {}):
+    if "vllm_model_impl" in request["changes"]:
         config_class = without_checks(config_class, check_shared_process)
     parser = TrlParser((ScriptArguments, config_class, ModelConfig))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
@@ -174,7 +174,7 @@ def build_trainer(request: Mapping[str, Any]) -> tuple[Trainer, Config, Settings
     trainer_class, run, settings, model_args = read_request(request)
     source = {"revision": model_args.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(request["model"], **source, padding_side="left")
-    args = shortened(run, settings, request["completions"], request["length"], request["settings"])
+    args = shortened(run, settings, request["completions"], request["length"], request["changes"])
     n = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
     lines = Path(file).read_text(encoding="utf-8").splitlines() if (file := request["prompts"]) else PROMPTS
     if not any(map(str.strip, lines)):

@@ -124,14 +124,14 @@ def _diagnosis(facts: Facts) -> Section | None:
     level = "healthy" if diagnosis.healthy else "warning"
     cards = [Card(f"{headline(diagnosis)}.", detail(diagnosis), level)]
     for finding in diagnosis.findings:
-        remedy, settings = remedy_for(diagnosis, finding)
+        remedy, advised = remedy_for(diagnosis, finding)
         cards.append(
             Card(
                 capitalized(finding.cause.title),
                 f"{capitalized(sure(finding))}, {explains(finding)}: {evidence(finding)}.",
                 "" if diagnosis.expected or finding.cause.normal else "warning",
                 remedy=remedy,
-                yaml=yaml_lines(settings),
+                yaml=yaml_lines(advised),
             )
         )
     return Section("diagnosis", "Diagnosis", cards=cards)
@@ -146,7 +146,7 @@ def _suspected(course: RatioCourse) -> Section:
         )
     ]
     for it in found:
-        cards.append(Card(capitalized(it.title), it.text, "warning", remedy=it.remedy, yaml=yaml_lines(it.settings)))
+        cards.append(Card(capitalized(it.title), it.text, "warning", remedy=it.remedy, yaml=yaml_lines(it.advised)))
     return Section("diagnosis", "Diagnosis", cards=cards)
 
 
