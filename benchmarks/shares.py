@@ -42,8 +42,8 @@ from trl_rollout_corr.tools.probe.parts import (
     QUANTISATION,
     SMALL,
     WHOLE,
+    Measured,
     Part,
-    Scored,
     chain_of,
     split_gap,
 )
@@ -117,7 +117,7 @@ def measured(probe: Probe, folder: Path, *faults: str) -> tuple[Part, dict[str, 
     return parts_of(first, {}, {fault: names for fault, (_, names) in FAULTS.items()})
 
 
-def parts_of(first: Scored, tried: dict[str, Scored], names: dict[str, set[str]]) -> tuple[Part, dict[str, Part]]:
+def parts_of(first: Measured, tried: dict[str, Measured], names: dict[str, set[str]]) -> tuple[Part, dict[str, Part]]:
     """The whole, and the part of each fault that the chain has."""
     parts = {part.name: part for part in split_gap(first.logps["as_it_is"], chain_of(first, tried))}
     return parts[WHOLE], {fault: parts[name] for fault in names for name in names[fault] & parts.keys()}
@@ -162,9 +162,9 @@ def engine_faults(request: dict[str, object], folder: Path, sizes: dict[str, flo
         without_bits = [fault for fault in faults if fault not in BITS]
         end = sampler(*faults)
         facts = {**first.facts, "engine_kwargs": arguments(frozenset(faults))}
-        run = Scored({**first.logps, "sampler": end, "pushed": end, "sampled": end}, facts)
+        run = Measured({**first.logps, "sampler": end, "pushed": end, "sampled": end}, facts)
         steps = {PLAIN: without_bits, HEADS: [fault for fault in without_bits if fault != "head"], FLOAT32: []}
-        tried = {change: Scored({"sampler": sampler(*left)}, facts) for change, left in steps.items()}
+        tried = {change: Measured({"sampler": sampler(*left)}, facts) for change, left in steps.items()}
         yield faults, *parts_of(run, tried, ENGINE)
 
 

@@ -13,7 +13,7 @@ from tests.training import TRAINERS, VLLM, build_checked, logged, messages, sayi
 from trl_rollout_corr.pushes.merged_adapters import leaving_base_alone
 from trl_rollout_corr.pushes.pushes import refuse_packed_base
 from trl_rollout_corr.tools.diagnosis import diagnose, read_tokens
-from trl_rollout_corr.tools.diagnosis.text import evidence
+from trl_rollout_corr.tools.diagnosis.text import evidence_in_words
 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -188,7 +188,7 @@ def test_pushes_of_a_run_leave_the_base_as_it_is(make, kind, monkeypatch, tmp_pa
         trainer.train()
     assert not same(frozen(trainer), before)
     findings = {finding.name: finding for finding in diagnose(read_tokens(tmp_path / "trl")).findings}
-    assert "base_layer.weight" in evidence(findings["frozen_base"])
+    assert "base_layer.weight" in evidence_in_words(findings["frozen_base"])
     assert max(ours) < 2 * max(logged(trainer, "k3_kl"))
 
 

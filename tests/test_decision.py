@@ -39,7 +39,7 @@ from trl_rollout_corr.tools.decision import (
     row_of,
 )
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
-from trl_rollout_corr.tools.diagnosis.evidence import Evidence
+from trl_rollout_corr.tools.diagnosis.measures import Evidence
 from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for

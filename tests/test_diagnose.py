@@ -28,11 +28,11 @@ from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import ROUNDED
 from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
-from trl_rollout_corr.tools.diagnosis.evidence import LARGE, Evidence
 from trl_rollout_corr.tools.diagnosis.first_step import FirstStepDiagnosis
+from trl_rollout_corr.tools.diagnosis.measures import LARGE, Evidence
 from trl_rollout_corr.tools.diagnosis.other_causes import OTHER_CAUSES
 from trl_rollout_corr.tools.diagnosis.ranking import DIFFUSE, LAST, STAGES, Stage
-from trl_rollout_corr.tools.diagnosis.text import detail, evidence, headline, remedy_for, sure
+from trl_rollout_corr.tools.diagnosis.text import detail, evidence_in_words, headline, remedy_for, sure
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
 from trl_rollout_corr.tools.report.facts import analyse
@@ -1182,7 +1182,7 @@ def test_a_sampler_that_is_behind_is_told_from_low_precision(other_weights, tmp_
     assert found[0].evidence.numbers["rewarded"] > 0.2
     of_one_age = rewritten(behind, tmp_path / "one age", lambda row: row.update(staleness=4, lag=4), steps)
     assert of_one_age[0].name == "stale"
-    assert evidence(of_one_age[0]).endswith("all samples are 4 optimizer steps old")
+    assert evidence_in_words(of_one_age[0]).endswith("all samples are 4 optimizer steps old")
     assert "stale" not in [x.name for x in rewritten(rounded, tmp_path / "rounded", unannounced, steps)]
 
 

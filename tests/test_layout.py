@@ -147,10 +147,10 @@ TOOLS = {
     "tools.logs": ["tables", "trackers", "log_files"],
     "tools.diagnosis": [
         "observed",
-        "evidence",
+        "measures",
         "location",
         "trends",
-        "scored_pushes",
+        "arrivals",
         "wrong_values",
         "positions",
         "subsets",

@@ -24,7 +24,7 @@ from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.correction.functional import k3
 from trl_rollout_corr.tools.decision import in_words
 from trl_rollout_corr.tools.diagnosis import read_tokens
-from trl_rollout_corr.tools.diagnosis.evidence import Evidence
+from trl_rollout_corr.tools.diagnosis.measures import Evidence
 from trl_rollout_corr.tools.diagnosis.observed import k3_of
 from trl_rollout_corr.tools.diagnosis.ranking import Diagnosis, Finding
 from trl_rollout_corr.tools.diagnosis.text import remedy_for, write_text
@@ -45,7 +45,7 @@ from trl_rollout_corr.tools.probe.parts import (
     PUSH,
     QUANTISATION,
     WHOLE,
-    Scored,
+    Measured,
     Side,
     answer_of,
     best_of,
@@ -87,10 +87,10 @@ def answers(n=40_000, seed=0, facts=FACTS, **sizes):
     def of(process):
         return {name.split("/")[-1]: x for name, x in logps.items() if name.startswith(process)}
 
-    tried = {change: Scored(of(name), facts) for change, name in ((HEADS, "heads/"), (FLOAT32, "float32/"))}
+    tried = {change: Measured(of(name), facts) for change, name in ((HEADS, "heads/"), (FLOAT32, "float32/"))}
     if facts["engine_kwargs"]:
-        tried[PLAIN] = Scored({"alone": logps["alone"], **of("plain/")}, facts)
-    return Scored({name: x for name, x in logps.items() if "/" not in name}, facts), tried
+        tried[PLAIN] = Measured({"alone": logps["alone"], **of("plain/")}, facts)
+    return Measured({name: x for name, x in logps.items() if "/" not in name}, facts), tried
 
 
 def parts_of(first, tried):
@@ -218,7 +218,7 @@ def test_settings_are_those_that_differ_from_the_run():
 
 def test_the_fastest_of_the_smallest_gaps_is_the_one_to_paste():
     first, _ = answers(no_dropout=0.0, pushed=0.0)
-    exact = Scored({**first.logps, "as_it_is": first.logps["sampler"]}, FACTS)
+    exact = Measured({**first.logps, "as_it_is": first.logps["sampler"]}, FACTS)
     slow = exact._replace(facts={**FACTS, "costs": {**FACTS["costs"], "sampler": 3.0}})
     settings = {"slow": {"bf16": False}, "fast": {"fp16": True}, "bad": {}}
     trials = judged(first, settings, {"slow": slow, "fast": exact, "bad": "no kernel"})
@@ -232,7 +232,7 @@ def test_the_fastest_of_the_smallest_gaps_is_the_one_to_paste():
     assert "leave them as they are" in write_answer(answer_of(nothing._replace(verdict="nothing"), no_better))
     assert "leave" not in write_answer(answer_of(nothing, no_better))  # a gap that no setting explains
     # of settings of vLLM alone, whose process has no log-probabilities of the trainer and takes no time for them
-    alone = Scored({"sampler": first.logps["as_it_is"]}, {**FACTS, "costs": {"sampler": 1.0, "weights": 2**20}})
+    alone = Measured({"sampler": first.logps["as_it_is"]}, {**FACTS, "costs": {"sampler": 1.0, "weights": 2**20}})
     best = judged(first, {"alone": {}}, {"alone": alone})[0]
     assert (best.change, best.k3, best.equal, best.trainer) == ("alone", 0.0, 1.0, 1.0)
 
@@ -244,7 +244,7 @@ def test_a_probe_gives_one_answer_which_is_that_of_the_larger_share(share):
     diagnosis = Diagnosis("found", [Finding("truncation", 0.99, share, evidence)], 0.2, 0.02, None, 1000, 10)
     first, _ = answers(no_dropout=0.0, pushed=0.0)
     better = {**first.logps, "as_it_is": 0.8 * first.logps["sampler"] + 0.2 * first.logps["as_it_is"]}
-    trials = judged(first, {"in float16": {"fp16": True}}, {"in float16": Scored(better, FACTS)})
+    trials = judged(first, {"in float16": {"fp16": True}}, {"in float16": Measured(better, FACTS)})
     assert 0.9 < best_of(trials)[1] < 0.99
     answer = answer_of(diagnosis, trials)
     text = write_text(diagnosis, remedies=False) + write_answer(answer)

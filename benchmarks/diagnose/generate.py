@@ -47,7 +47,7 @@ from sampling import (
     write,
 )
 
-from trl_rollout_corr.tools.diagnosis.evidence import FLOOR
+from trl_rollout_corr.tools.diagnosis.measures import FLOOR
 
 
 __all__ = ["Maker", "Sample", "requests"]

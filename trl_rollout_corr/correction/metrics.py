@@ -63,7 +63,7 @@ class Statistics(Sums):
         return metrics
 
 
-class Columns:
+class Collected:
     """Columns of a block of rows by name, `(B, 1)` each: summands, and candidates for maxima."""
 
     def __init__(self, tokens: Tokens) -> None:
@@ -129,7 +129,7 @@ def collect(
     direction: torch.Tensor | None = None,  # (B, 1) or (B, T), the advantages
 ) -> Statistics:
     """Add up the statistics of some rows of a batch. No host synchronisation, no collective."""
-    c = Columns(tokens)
+    c = Collected(tokens)
     c.add("tokens", tokens.lengths)
     c.add("rows", c.rows)
     c.add("mask_tokens", tokens.mask_lengths)
@@ -153,7 +153,7 @@ def collect(
 # The two policies ----------------------------------------------------------------------------------------------------
 
 
-def _collect_policies(c: Columns, tokens: Tokens) -> None:
+def _collect_policies(c: Collected, tokens: Tokens) -> None:
     """Sums of both policies."""
     d = tokens.log_ratio
     c.add("d", d)
@@ -175,13 +175,13 @@ def _collect_policies(c: Columns, tokens: Tokens) -> None:
     c.add_extremes("d", d, tokens.inf_where_invalid)
 
 
-def _collect_directions(c: Columns, tokens: Tokens, direction: torch.Tensor) -> None:
+def _collect_directions(c: Collected, tokens: Tokens, direction: torch.Tensor) -> None:
     """Sums of the log-ratio and of `(r - 1) A` over tokens of positive and of negative advantage `A`."""
     for sign, chosen in (("positive", above(direction, 0.0)), ("negative", below(direction, 0.0))):
         names = f"{sign}/d", f"{sign}/tokens", f"{sign}/gain"
         if direction.shape[-1] > 1:
-            excess = torch.expm1(tokens.log_ratio.clamp(max=LOG_RATIO_BOUND))
-            for name, x in zip(names, (tokens.log_ratio, tokens.valid, excess.mul_(direction)), strict=True):
+            above_one = torch.expm1(tokens.log_ratio.clamp(max=LOG_RATIO_BOUND))
+            for name, x in zip(names, (tokens.log_ratio, tokens.valid, above_one.mul_(direction)), strict=True):
                 c.add(name, x * chosen)
         else:
             columns = [c.sums["d"], tokens.lengths, c.sums["excess"] * direction]
@@ -221,16 +221,16 @@ def _policy_metrics(s: dict[str, float]) -> dict[str, float]:
 # Importance weights --------------------------------------------------------------------------------------------------
 
 
-def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
+def _collect_weights(c: Collected, tokens: Tokens, weights: Weights) -> None:
     bounding, lower, upper, ratio, bounded = weights
     lower = 1 / upper if lower is None else lower
     high, low = above(ratio, upper), below(ratio, lower)
     normed = bounded
     if bounding.unit != "seq":
         # sums of w - 1 rather than w: a variance of 1e-8 around a mean of 1 keeps its digits
-        excess = bounded - tokens.valid
-        c.add("is/sum", excess)
-        c.add("is/squares", row_squares(excess))
+        above_one = bounded - tokens.valid
+        c.add("is/sum", above_one)
+        c.add("is/squares", row_squares(above_one))
         c.sums["is/units"] = tokens.lengths
         low.mul_(tokens.valid)
         if bounding.drops:
@@ -242,11 +242,11 @@ def _collect_weights(c: Columns, tokens: Tokens, weights: Weights) -> None:
         if not bounding.is_monotone:
             c.add_extremes("is/weight", ratio if bounding.unit == "turn" else bounded, tokens.inf_where_invalid)
     else:  # a sequence counts once per token
-        excess, low = (bounded.to(c.dtype) - 1.0) * c.rows, low * c.rows
+        above_one, low = (bounded.to(c.dtype) - 1.0) * c.rows, low * c.rows
         if bounding.drops:
             c.add("is/outside", (high + low) * c.lengths)
-        c.add("is/sum", excess * c.lengths)
-        c.add("is/squares", excess.square() * c.lengths)
+        c.add("is/sum", above_one * c.lengths)
+        c.add("is/squares", above_one.square() * c.lengths)
         c.sums["is/units"] = c.rows
         c.add_extremes("is/weight", ratio.to(c.dtype), c.inf_where_empty)  # the ratio before bounding, as in verl
     c.add("is/high", high)
@@ -290,7 +290,7 @@ def _weight_metrics(s: dict[str, float], bounding: Bounding) -> dict[str, float]
 # Rejection criteria --------------------------------------------------------------------------------------------------
 
 
-def _collect_criterion(c: Columns, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
+def _collect_criterion(c: Collected, tokens: Tokens, criterion: Criterion, rejection: Rejection) -> None:
     name, statistic = f"rs/{criterion.name}", rejection.statistic
     if criterion.name == "token_k1":  # k1 = -d
         c.sums[f"{name}/sum"] = -c.sums["d"]

@@ -6,8 +6,8 @@ explains them.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import changes, drift, positions, precision, sampling, scored_pushes, subsets, wrong_values
-from .evidence import Evidence
+from . import arrivals, changes, drift, positions, precision, sampling, subsets, wrong_values
+from .measures import Evidence
 from .observed import DumpedTokens
 
 
@@ -231,7 +231,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "never_pushed": Cause(
         "weights that do not arrive in the sampler",
-        Test(scored_pushes.never_pushed, 0.4, 0.6),
+        Test(arrivals.never_pushed, 0.4, 0.6),
         "Trainer and sampler drift apart, whatever the age of the samples: a correction is valid, but the gap keeps "
         "growing. Repair the push: look for unknown names of parameters, an adapter that is not merged, or a server "
         "that keeps its cache. Updates that vLLM's coarser type, FP8 or INT8 rounds away look the same: then compute "
@@ -239,7 +239,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "adapter_missing": Cause(
         "an adapter that never reaches the server",
-        Test(scored_pushes.adapter_missing, 0.4, 0.6),
+        Test(arrivals.adapter_missing, 0.4, 0.6),
         "The sampler still uses the base model, whatever age is announced: a correction is valid, but the gap keeps "
         "growing. Ask the server for its adapters (`/v1/models`), and check that requests name the one that was "
         "pushed last. Start it with `--enable-lora`, `--max-loras` two above `max_staleness` and "
@@ -247,14 +247,14 @@ CAUSES: dict[str, Cause] = {
     ),
     "pushed_in_part": Cause(
         "weights that arrive in part, or with a wrong scale",
-        Test(scored_pushes.pushed_in_part, 0.4, 0.6),
+        Test(arrivals.pushed_in_part, 0.4, 0.6),
         "Look for what the engine leaves out: biases, `modules_to_save` and magnitudes (DoRA) of an adapter, a head, "
         "experts; for the scale of an adapter; and for one replica of several. Compare tensors in the engine with the "
         "trainer's after a push. A correction is valid, but the gap keeps growing: repair the push.",
     ),
     "standing_still": Cause(
         "a sampler that changes while the trainer's weights stand still",
-        Test(scored_pushes.standing_still, 0.4, 0.6),
+        Test(arrivals.standing_still, 0.4, 0.6),
         "Start a new run with the folder of the checkpoint as its model, and `learning_rate: 0`. "
         "`resume_from_checkpoint` would not do, because it restores the rate. If the gap grows again, restart the "
         "engine, empty its caches, compare its version and kernels, and check whether completions get longer.",

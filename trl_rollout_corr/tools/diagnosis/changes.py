@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .arrivals import HALF, exists_at_equal_weights
 from .drift import stale
-from .evidence import POSSIBLE, Evidence, bounded, pearson, rms
+from .measures import POSSIBLE, Evidence, bounded, pearson, rms
 from .observed import DumpedTokens
-from .scored_pushes import HALF, exists_at_equal_weights
 from .trends import ENOUGH, with_advantage
 
 

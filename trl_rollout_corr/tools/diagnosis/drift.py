@@ -3,9 +3,9 @@
 import numpy as np
 
 from ..run_facts import iterations_of
-from .evidence import FLOOR, POSSIBLE, Evidence, bounded, mean, rms, spearman
+from .arrivals import HALF, arrival_of, drifts_apart, falls_behind, serves_adapters, with_equal_weights
+from .measures import FLOOR, POSSIBLE, Evidence, bounded, mean, rms, spearman
 from .observed import DumpedTokens
-from .scored_pushes import HALF, drifts_apart, falls_behind, scored_pushes, serves_adapters, with_equal_weights
 from .trends import (
     CHANCE,
     ENOUGH,
@@ -35,7 +35,7 @@ def stale(tokens: DumpedTokens) -> Evidence | None:
         _visits(tokens)
         or stands_still(tokens)
         or with_equal_weights(tokens) > HALF
-        or scored_pushes(tokens).arrival == "lost"
+        or arrival_of(tokens).state == "lost"
     ):
         return None
     if len(ages) < 2:
@@ -45,7 +45,7 @@ def stale(tokens: DumpedTokens) -> Evidence | None:
     sentence = "|d| is {low} in the freshest samples and {high} in the oldest (rank correlation {correlation})"
     evidence = growing(tokens, tokens.staleness, sentence)
     # weights that never arrive may explain a gap that grows with the step at equal age, and not with the age
-    doubtful = scored_pushes(tokens).arrival != "arrive" and (
+    doubtful = arrival_of(tokens).state != "arrive" and (
         step_explains(tokens) or (serves_adapters(tokens) and not age_explains(tokens))
     )
     numbers = {**evidence.numbers, "oldest": float(ages.max())} if evidence else {}
@@ -59,12 +59,12 @@ def _stale_at_one_age(tokens: DumpedTokens, age: float) -> Evidence | None:
     """
     if as_small_as_rounding(tokens) or complete_at_once(tokens):
         return None
-    seen = scored_pushes(tokens)
+    seen = arrival_of(tokens)
     began, rewarded = onset(tokens), with_advantage(tokens)
     begun = max(began.statistic, 0.0) if began is not None and tokens.step.min() <= 1 else 0.0
-    if seen.arrival == "part" and falls_behind(tokens):
+    if seen.state == "part" and falls_behind(tokens):
         return None
-    if seen.arrival == "unknown" and not age:
+    if seen.state == "unknown" and not age:
         still = drifts_apart(tokens)
         if still is not None and still.statistic > 0 and (still.statistic > _SURELY or keeps_growing(tokens)):
             return None
@@ -74,7 +74,7 @@ def _stale_at_one_age(tokens: DumpedTokens, age: float) -> Evidence | None:
         "advantage (rank correlation {rewarded}); "
     )
     share = began.share if began is not None and begun else 1.0
-    if seen.arrival == "arrive" and begun:
+    if seen.state == "arrive" and begun:
         numbers |= seen.numbers
         return Evidence(1.0, share, numbers, sentence + seen.sentence)
     if age > 0:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..formats import number
-from .evidence import FLOOR, rms, spearman
+from .measures import FLOOR, rms, spearman
 from .observed import DumpedTokens
 
 

@@ -6,7 +6,7 @@ it.
 import numpy as np
 
 from .causes import Cause, Test
-from .evidence import POSSIBLE, Evidence, mean
+from .measures import POSSIBLE, Evidence, mean
 from .observed import DumpedTokens
 
 

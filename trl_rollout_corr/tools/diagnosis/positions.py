@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .evidence import ENOUGH_TOKENS, FLOOR, LARGE, MANY, POSSIBLE, Evidence, bounded, mean, rms, typical
+from .measures import ENOUGH_TOKENS, FLOOR, LARGE, MANY, POSSIBLE, Evidence, bounded, mean, rms, typical
 from .observed import DumpedTokens
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...settings.effects import rounds_cache
 from ..bands import ROUNDED
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
+from .measures import FLOOR, LARGE, POSSIBLE, Evidence, bounded, by_token, mean, rms, spearman, typical
 from .observed import DumpedTokens
 from .trends import complete_at_once, first_step, growing
 

@@ -8,13 +8,13 @@ from ..bands import ROUNDED
 from ..decision import Decision, decide, gap_of
 from ..monitor.rules import BOUNDS
 from ..run_facts import clips_by_trl
+from .arrivals import NONE, with_equal_weights
 from .causes import CAUSES, Cause, Test
-from .evidence import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .location import where
+from .measures import FLOOR, LARGE, POSSIBLE, Evidence, bounded
 from .observed import DumpedTokens
 from .other_causes import OTHER_CAUSES
 from .precision import noise_floor
-from .scored_pushes import NONE, with_equal_weights
 
 
 LIKELY = 0.7  # certainty above which a cause is more than possible

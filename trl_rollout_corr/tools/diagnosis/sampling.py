@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bands import beyond_entropy
-from .evidence import POSSIBLE, Evidence, bounded, errors_from_1, in_bins, mean, pearson
+from .measures import POSSIBLE, Evidence, bounded, errors_from_1, in_bins, mean, pearson
 from .observed import DumpedTokens, mean_of_equal
 
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from .evidence import FLOOR, LARGE, MANY, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms
+from .arrivals import arrival_of
 from .location import Split, begun, completions, growth
+from .measures import FLOOR, LARGE, MANY, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms
 from .observed import DumpedTokens, mean_of_equal
 from .positions import IN_LATER_TURNS
-from .scored_pushes import scored_pushes
 from .trends import CHANCE
 
 
@@ -105,8 +105,8 @@ _OBSERVED = 10.0  # statistic of completions that were seen to have the gap
 
 def _some_scored_again(tokens: DumpedTokens) -> Evidence | None:
     """Evidence from the completions that were scored again after a push, if only some of them show the gap."""
-    seen = scored_pushes(tokens)
-    if seen.arrival != "some" or tokens.log.texts_off is None:
+    seen = arrival_of(tokens)
+    if seen.state != "some" or tokens.log.texts_off is None:
         return None
     off, scored = tokens.log.texts_off
     sentence = (

@@ -11,7 +11,7 @@ from ..decision import as_document, in_words
 from ..formats import number, percent, yaml_lines
 from ..run_facts import done_about_gap
 from .causes import Cause
-from .evidence import FLOOR, LARGE
+from .measures import FLOOR, LARGE
 from .ranking import Diagnosis, Finding
 
 
@@ -96,7 +96,7 @@ def _unseen(diagnosis: Diagnosis) -> str:
     )
 
 
-def evidence(finding: Finding) -> str:
+def evidence_in_words(finding: Finding) -> str:
     """The evidence in a sentence, with its numbers."""
     facts = finding.evidence
     return re.sub(r"\{(\w+)\}", lambda match: number(facts.numbers[match[1]]), facts.sentence) + facts.words
@@ -252,7 +252,7 @@ def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
             f"   {sure(finding)}, {explains(finding)}",
-            f"   Evidence: {evidence(finding)}.",
+            f"   Evidence: {evidence_in_words(finding)}.",
         ]
         if remedies:
             to_paste = {} if diagnosis.healthy else advised  # what is normal needs no setting

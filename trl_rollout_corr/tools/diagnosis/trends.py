@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .evidence import FLOOR, Evidence, bounded, pearson, ranks_of, rms, spearman
+from .measures import FLOOR, Evidence, bounded, pearson, ranks_of, rms, spearman
 from .observed import DumpedTokens
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .evidence import ENOUGH_TOKENS, FLOOR, MANY, Evidence, bounded, errors_from_1, in_bins, mean, spearman
+from .measures import ENOUGH_TOKENS, FLOOR, MANY, Evidence, bounded, errors_from_1, in_bins, mean, spearman
 from .observed import DumpedTokens
 
 

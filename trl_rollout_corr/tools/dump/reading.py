@@ -16,7 +16,7 @@ from .claims import find_dump, later_dump
 from .columns import COLUMNS, FORMAT, SCHEMA, VERSION
 from .folder import files_of
 from .in_effect import read_settings
-from .sample import MOST_TOKENS, Rows, choose_rows
+from .sample import MOST_TOKENS, RowFacts, choose_rows
 from .sequences import Sequences
 
 
@@ -207,7 +207,7 @@ def _read_some(files: list[_File], columns: Sequence[str], damage: list[str], *,
     if total <= MOST_TOKENS:
         return _read_whole(files, columns, damage), ""
     scanned = _without_damage(files, lambda file: (file, _scan(file)), damage)
-    rows = Rows(*(np.concatenate(parts) for parts in zip(*(found for _, found in scanned), strict=True)))
+    rows = RowFacts(*(np.concatenate(parts) for parts in zip(*(found for _, found in scanned), strict=True)))
     if not len(rows.step):
         raise ValueError(". ".join(["the dump holds no sequences", *damage]))
     sample = choose_rows(rows, MOST_TOKENS, worst=worst)
@@ -265,16 +265,16 @@ def _missing_column(table: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
     return pc.if_else(table[_FRESH], pa.scalar(0, unknown.type), unknown)
 
 
-def _scan(file: _File) -> Rows:
+def _scan(file: _File) -> RowFacts:
     """The facts about each row of a file that the choice of rows needs."""
     parts = []
     for batch in _batches(file, _SCANNED):
         sequences = Sequences(_checked(file.path, pa.Table.from_batches([batch])))
         distance = np.zeros(len(sequences))
         np.maximum.at(distance, sequences.row, sequences.distance)
-        parts.append(Rows(sequences.step, sequences.sampled, sequences.lengths, distance))
-    nothing = Rows(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32), np.zeros(0))
-    return Rows(*(np.concatenate(columns) for columns in zip(nothing, *parts, strict=True)))
+        parts.append(RowFacts(sequences.step, sequences.sampled, sequences.lengths, distance))
+    nothing = RowFacts(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32), np.zeros(0))
+    return RowFacts(*(np.concatenate(columns) for columns in zip(nothing, *parts, strict=True)))
 
 
 def _batches(file: _File, columns: Sequence[str], chosen: np.ndarray | None = None) -> Iterator[pa.RecordBatch]:

@@ -12,7 +12,7 @@ _STEPS = 2_000  # most optimizer steps to read: each costs a few milliseconds, h
 _GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are spread evenly, however many there are
 
 
-class Rows(NamedTuple):
+class RowFacts(NamedTuple):
     """Rows of a dump, `(B,)` each."""
 
     step: np.ndarray
@@ -29,7 +29,7 @@ class Sample(NamedTuple):
     kept: tuple[str, ...]  # kinds of rows read on purpose, in words
 
 
-def choose_rows(rows: Rows, most: int, *, worst: bool) -> Sample:
+def choose_rows(rows: RowFacts, most: int, *, worst: bool) -> Sample:
     """
     Choose rows with at most `most` tokens, evenly over the steps. Rows of the first and the last step, rows without a
     finite log-ratio, and with `worst` the worst rows are chosen on purpose, each kind up to a share of the tokens.

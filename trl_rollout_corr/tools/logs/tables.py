@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 
-Rows = list[dict[str, Any]]  # rows of a history
-Runs = dict[str, Rows]  # histories by name of the run, in order; a name may be empty
+History = list[dict[str, Any]]  # rows of a history
+Runs = dict[str, History]  # histories by name of the run, in order; a name may be empty
 _RUN = ("run_id", "run_name")  # columns of an export with several runs
 _RANGE = ("__MIN", "__MAX")  # columns of a chart of W&B beside each metric
 _OF_RUNS = {"Name", "State", "Created"}  # columns of W&B's table of runs
@@ -46,7 +46,7 @@ def from_json(path: Path) -> Runs:
     return by_run(rows)
 
 
-def _lines(text: str) -> Rows:
+def _lines(text: str) -> History:
     """Rows of lines of JSON; the last line may be cut short. Empty if other lines are something else."""
     lines = [line for line in text.splitlines() if line.strip()]
     rows = []
@@ -63,7 +63,7 @@ def _lines(text: str) -> Rows:
     return rows if len(rows) > 1 or len(lines) > 1 else []
 
 
-def _rows_of(content: Any) -> Rows | None:
+def _rows_of(content: Any) -> History | None:
     """Rows of a history in JSON, in any of the shapes in which libraries write a table; `None` for other content."""
     if isinstance(content, list):
         rows = [json.loads(row) if isinstance(row, str) and row.startswith("{") else row for row in content]
@@ -122,7 +122,7 @@ def _cell(text: str) -> Any:
         return text
 
 
-def _read_chart(rows: Rows, columns: Sequence[str]) -> Runs:
+def _read_chart(rows: History, columns: Sequence[str]) -> Runs:
     """Histories of a chart that W&B exports, by run. Each column is named `run - metric`."""
     runs: Runs = {}
     for column in columns:

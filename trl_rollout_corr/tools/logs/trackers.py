@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from .tables import Rows, Runs, by_run
+from .tables import History, Runs, by_run
 
 
 EVENTS = "events.out.tfevents"  # in the name of a file of TensorBoard
@@ -60,7 +60,7 @@ def from_wandb(path: Path) -> Runs:
     """
     from wandb.proto import wandb_internal_pb2
 
-    rows: Rows = []
+    rows: History = []
     for record in _records(path):
         message = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made of a description at run time
         message.ParseFromString(record)

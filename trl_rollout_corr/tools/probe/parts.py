@@ -18,7 +18,7 @@ from ...messages import capitalized
 from ..decision import in_words
 from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.causes import BODY, CACHE, CAUSES, DROPOUT, HEAD, OPTIONS, PADDING, PUSH, QUANTISATION
-from ..diagnosis.evidence import FLOOR, Evidence
+from ..diagnosis.measures import FLOOR, Evidence
 from ..diagnosis.observed import k3_of
 from ..diagnosis.ranking import Diagnosis, Finding
 from ..diagnosis.text import remedy_for
@@ -71,7 +71,7 @@ class ProcessFacts(TypedDict):
     attention: str  # implementation in the trainer
 
 
-class Scored(NamedTuple):
+class Measured(NamedTuple):
     """The answer of a process."""
 
     logps: Mapping[Side, np.ndarray]  # of all tokens
@@ -104,7 +104,7 @@ def eight_bits(engine: Mapping[str, Any]) -> list[str]:
     return [name for name in EIGHT_BITS if engine.get(name) not in (None, "auto")]
 
 
-def chain_of(first: Scored, tried: Mapping[str, Scored | str]) -> list[tuple[str, np.ndarray | str]]:
+def chain_of(first: Measured, tried: Mapping[str, Measured | str]) -> list[tuple[str, np.ndarray | str]]:
     """The part of each step of the chain, with the log-probabilities after it, or why there are none."""
     logps, facts = first
 
@@ -210,7 +210,9 @@ def candidates(facts: ProcessFacts, *, quick: bool) -> dict[str, dict[str, Any]]
     return tried
 
 
-def judged(first: Scored, changes: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Scored | str]) -> list[Trial]:
+def judged(
+    first: Measured, changes: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Measured | str]
+) -> list[Trial]:
     """Trials of `changes` that were answered with scores and not with a reason, the smallest gap first."""
     trials = []
     for change, scored in {"nothing": first, **tried}.items():

@@ -21,7 +21,7 @@ import torch
 from ..diagnosis.text import write_json, write_text
 from .parts import (
     Answer,
-    Scored,
+    Measured,
     Side,
     Trial,
     answer_of,
@@ -55,7 +55,7 @@ def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
         folder = Path(name)
         first = in_process("the run as it is", {**request, "changes": {}}, folder / "first")
         changes = candidates(first.facts, quick=run["quick"])
-        tried: dict[str, Scored | str] = {}
+        tried: dict[str, Measured | str] = {}
         for i, (change, fields) in enumerate(changes.items(), 1):
             more = {"changes": fields, "tokens": str(folder / "first" / "tokens.pt")}
             try:
@@ -86,7 +86,7 @@ def _document(record: Trial | Answer) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in record._asdict().items()}
 
 
-def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
+def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Measured:
     """Carry out a request in a separate process, which writes to a new folder, and show its progress."""
     folder.mkdir()
     start = time.monotonic()
@@ -103,7 +103,7 @@ def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Scored:
             raise ValueError(log.rpartition(": error: ")[2] if isinstance(error, SystemExit) else killed) from None
 
 
-def _answer(request: Mapping[str, Any]) -> Scored:
+def _answer(request: Mapping[str, Any]) -> Measured:
     with (Path(request["output"]) / "log").open("w") as log:  # keeps output of libraries out of the answer
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

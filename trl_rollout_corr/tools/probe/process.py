@@ -25,7 +25,7 @@ from ..diagnosis import DumpedTokens
 from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host, tokens_of
 from ..dump.sequences import Sequences
-from .parts import Costs, ProcessFacts, Scored, Side
+from .parts import Costs, Measured, ProcessFacts, Side
 from .set_up import CONTINUED, Config, Trainer, build_trainer
 
 
@@ -95,7 +95,7 @@ class Probe:
         return DumpedTokens(Sequences.from_rows(rows), self.settings, written, self.about)
 
 
-def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, scoring: bool = True) -> Scored:
+def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, scoring: bool = True) -> Measured:
     """
     Sample unless batches are given, and score the tokens with both sides, or without `scoring` with vLLM alone. Writes
     sampled tokens.
@@ -125,7 +125,7 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
         "engine_kwargs": probe.settings.rollout_engine_kwargs or {},
         "attention": probe.trainer.model.config._attn_implementation,
     }
-    return Scored(logps, facts)
+    return Measured(logps, facts)
 
 
 def score_with_trainer(
@@ -202,7 +202,7 @@ def build(request: Mapping[str, Any]) -> Probe:
     return Probe(*build_trainer(request))
 
 
-def carry_out(request: Mapping[str, Any]) -> Scored:
+def carry_out(request: Mapping[str, Any]) -> Measured:
     """The answer to a request, which needs a separate process."""
     batches = torch.load(request["tokens"], weights_only=False) if "tokens" in request else None
     scoring = batches is None or not request["changes"].keys() <= OF_VLLM

@@ -13,7 +13,7 @@ from ...settings.trl_correction import given_to_trl
 from ..analysis.run import Run
 from ..decision import in_words
 from ..diagnosis import trl_log
-from ..diagnosis.text import detail, evidence, explains, headline, remedy_for, sure
+from ..diagnosis.text import detail, evidence_in_words, explains, headline, remedy_for, sure
 from ..diagnosis.trl_log import RatioCourse, suspicions
 from ..dump.sequences import Sequences
 from ..formats import number, steps, yaml_lines
@@ -128,7 +128,7 @@ def _diagnosis(facts: Facts) -> Section | None:
         cards.append(
             Card(
                 capitalized(finding.cause.title),
-                f"{capitalized(sure(finding))}, {explains(finding)}: {evidence(finding)}.",
+                f"{capitalized(sure(finding))}, {explains(finding)}: {evidence_in_words(finding)}.",
                 "" if diagnosis.expected or finding.cause.normal else "warning",
                 remedy=remedy,
                 yaml=yaml_lines(advised),

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .evidence import POSSIBLE, Evidence, spearman
+from .measures import POSSIBLE, Evidence, spearman
 from .observed import DumpedTokens, mean_k3
 from .trends import as_small_as_rounding, growing, keeps_growing, stands_still, step_explains
 
@@ -29,13 +29,13 @@ _SCORES = (
 # What the scores show ------------------------------------------------------------------------------------------------
 
 
-class ScoredPushes(NamedTuple):
+class Arrival(NamedTuple):
     """
     What the scores after pushes show of the weights: whether they `arrive`, are `lost`, arrive in `part`, or arrive
     where all but `some` completions were scored.
     """
 
-    arrival: Literal["arrive", "lost", "part", "some", "unknown"]
+    state: Literal["arrive", "lost", "part", "some", "unknown"]
     step: int = 0  # optimizer step of the latest score
     fresh: float = np.nan  # `fresh_k3_kl` there
     age: float = np.nan  # `age_k3_kl` there
@@ -49,26 +49,26 @@ class ScoredPushes(NamedTuple):
         return _SCORES
 
 
-def scored_pushes(tokens: DumpedTokens) -> ScoredPushes:
+def arrival_of(tokens: DumpedTokens) -> Arrival:
     """
     Whether weights arrive, by the scores after the latest pushes. With equal weights the two sides are as far apart as
     after the first push; if they are further apart, the push was lost if the sampler stands still.
     """
     if len(tokens.log.scored_again) < 2 or not tokens.k3:
-        return ScoredPushes("unknown")
+        return Arrival("unknown")
     usual = max(min(fresh for _, fresh, _ in tokens.log.scored_again), _SAME)
     step, fresh, age = tokens.log.scored_again[-1]
     if max(fresh for _, fresh, _ in tokens.log.scored_again[1:]) < NONE * tokens.k3:
         # what happened after the latest score was not observed
         arrived = k3_of_rows(tokens, tokens.step <= step) > HALF * tokens.k3
-        return ScoredPushes("arrive" if arrived else "unknown", step, fresh, age)
+        return Arrival("arrive" if arrived else "unknown", step, fresh, age)
     if not np.isfinite(age) or fresh < _FURTHER * usual:
-        return ScoredPushes("unknown")
+        return Arrival("unknown")
     if only_some_texts(tokens):
-        return ScoredPushes("some", step, fresh, age)
+        return Arrival("some", step, fresh, age)
     _, noise, other_noise = tokens.log.scored_again[0]  # of the kernels: right after the first push nothing has moved
     still = _NOISE * max(noise, np.nan_to_num(other_noise), _SAME)
-    return ScoredPushes("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
+    return Arrival("lost" if age < min(still, _UNMOVED * fresh) else "part", step, fresh, age)
 
 
 _FEWEST = 4  # completions that were scored, of which some may have the gap and others not
@@ -150,17 +150,17 @@ def _apart(tokens: DumpedTokens) -> Evidence | None:
     """Test whether pushes are lost: by the scores after them, and without scores by the course of the gap."""
     if stands_still(tokens):
         return None  # there are no updates to miss
-    seen = scored_pushes(tokens)
-    if seen.arrival == "lost":
+    seen = arrival_of(tokens)
+    if seen.state == "lost":
         # updates that the sampler rounds away look the same
         most = (
             POSSIBLE if tokens.quantised or tokens.coarser else 0.99 if _would_show_a_step(tokens, seen) else _LIKELY
         )
         return Evidence(1.0, 1.0, seen.numbers, seen.sentence, most=most)
-    return drifts_apart(tokens) if seen.arrival == "unknown" else None
+    return drifts_apart(tokens) if seen.state == "unknown" else None
 
 
-def _would_show_a_step(tokens: DumpedTokens, seen: ScoredPushes) -> bool:
+def _would_show_a_step(tokens: DumpedTokens, seen: Arrival) -> bool:
     """
     True if `age_k3_kl` would show a sampler that takes a part of each update. The gap of `n` updates is up to `n^2`
     times as large as the one of a single update.
@@ -170,8 +170,8 @@ def _would_show_a_step(tokens: DumpedTokens, seen: ScoredPushes) -> bool:
 
 def pushed_in_part(tokens: DumpedTokens) -> Evidence | None:
     """Test whether the two sides move apart although the sampler moves: by the scores after pushes."""
-    seen = scored_pushes(tokens)
-    if seen.arrival != "part" or not falls_behind(tokens) or stands_still(tokens):
+    seen = arrival_of(tokens)
+    if seen.state != "part" or not falls_behind(tokens) or stands_still(tokens):
         return None
     sentence = (
         f"{seen.sentence}; the gap keeps growing. Kernels that differ more for this policy than for the first, or "
