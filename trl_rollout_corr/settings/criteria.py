@@ -44,11 +44,6 @@ class Criterion(NamedTuple):
         return f"{self.scope}_{self.divergence}"
 
     @property
-    def signed(self) -> bool:
-        """`True` if the statistic may be negative, and so may be bounded from below."""
-        return self.divergence == "k1" or self.directed
-
-    @property
     def directed(self) -> bool:
         """`True` if the rule rejects only tokens that an update would move further away."""
         return self.scope == "token" and self.divergence in DIRECTED
