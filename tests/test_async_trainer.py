@@ -22,6 +22,7 @@ from tests.training import (
     logged,
     losses,
     messages,
+    told,
     window,
 )
 from trl_rollout_corr import (
@@ -498,7 +499,7 @@ def test_the_types_of_the_server_are_in_the_dump(make, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dumped", [False, True])
-def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_path, capsys, dumped):
+def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_path, caplog, dumped):
     def far_off(sample):
         noise = np.where(np.asarray(sample.input_ids) % 2, 0.3, -0.3)
         sample.old_log_probs = np.where(sample.completion_mask != 0, sample.old_log_probs - noise, 0.0)
@@ -514,7 +515,8 @@ def test_the_first_step_is_diagnosed_and_what_is_set_is_not_advised(make, tmp_pa
             per_device_train_batch_size=32,
             **folder,
         ).train()
-        printed = capsys.readouterr().out
+        printed = "\n".join(told(caplog))
+        caplog.clear()
         assert "Diagnosis of step 1. Possible: weights that differ from the trainer's" in printed
         assert ("rollout_correction: auto" in printed) is (correction == "disabled")
         folder = {"rollout_dump_dir": str(tmp_path / "another")} if dumped else {}

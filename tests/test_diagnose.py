@@ -20,13 +20,13 @@ from transformers.utils.quantization_config import QuantizationMethod
 from tests.dumps import make_dump, read_dump
 from tests.launching import ROOT, benchmarks
 from tests.tiny import StaleSampler, load_model
-from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses, watcher
+from tests.training import TRAINERS, build, build_with_dropout, config_fields, losses, messages, told, watcher
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import ROUNDED
-from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, ranking, read_tokens
+from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, first_step, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
 from trl_rollout_corr.tools.diagnosis.first_step import FirstStepDiagnosis
 from trl_rollout_corr.tools.diagnosis.measures import LARGE, Evidence
@@ -1067,13 +1067,14 @@ def train(model, folder, *, noise=0.0, **fields):
 
 
 @pytest.mark.parametrize("mode", [{"rollout_correction": "bypass_ppo_clip"}, {"rollout_is_batch_normalize": True}])
-def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_path, tmp_path, capsys, mode):
+def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_path, tmp_path, caplog, mode):
     trainer, seen = train(
         tiny_model_path, tmp_path, rollout_diagnose=True, rollout_dump_dir=str(tmp_path / "dump"), **mode
     )
     diagnosis = watcher(trainer, FirstStepDiagnosis).diagnosis
     assert diagnosis.verdict == "nothing"
-    assert "Diagnosis of step 1. Healthy: the gap is too small to correct." in capsys.readouterr().out
+    said = [x for x in told(caplog) if x.startswith("Diagnosis of step 1. Healthy: the gap is too small to correct.")]
+    assert len(said) == 1
     rows = [row for path in dump.files_of(tmp_path / "dump") for row in pq.read_table(path).to_pylist()]
     again = [row for row in rows if row["again_logps"]]
     assert {row["step"] for row in again} == {1}
@@ -1081,6 +1082,19 @@ def test_the_first_step_is_diagnosed_and_training_does_not_notice(tiny_model_pat
         assert row["again_logps"] == pytest.approx(row["train_logps"], abs=1e-4)
     assert all(len(row["prompt_ids"]) + row["padding"] > 0 for row in rows)
     assert train(tiny_model_path, tmp_path / "without", **mode)[1] == seen
+
+
+def test_an_error_of_the_diagnosis_ends_no_run(tiny_model_path, tmp_path, caplog, monkeypatch):
+    def broken(*_):
+        raise KeyError("k3")
+
+    monkeypatch.setattr(first_step, "diagnose", broken)
+    assert len(train(tiny_model_path, tmp_path, rollout_diagnose=True)[1]) == 2
+    assert "No diagnosis of the first step: KeyError: 'k3'." in messages(caplog)
+    monkeypatch.setattr(first_step, "make_row", broken)
+    caplog.clear()
+    assert len(train(tiny_model_path, tmp_path, rollout_diagnose=True)[1]) == 2
+    assert "No diagnosis of the first step: KeyError: 'k3'." in messages(caplog)
 
 
 def test_dropout_of_the_trainer_is_seen_at_the_first_step(tiny_model_path, tmp_path):

@@ -195,6 +195,20 @@ def test_a_full_disk_ends_the_dump_and_not_the_run(make, tmp_path, monkeypatch):
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize("place", ["write_rows", "on_host", "make_row", "append_log"])
+def test_no_error_of_the_dump_ends_the_run(place, make, tmp_path, monkeypatch):
+    """Such as one of a tokenizer, or of a log with a number that JSON does not know."""
+
+    def broken(*args, **kwargs):
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr(writing, place, broken)
+    trainer = make(rollout_dump_dir=str(tmp_path / "dump"), max_steps=3)
+    with pytest.warns(UserWarning, match=r"The dump in .* ends here: TypeError: unhashable\.") as warned:
+        assert len(losses(trainer)) == 3
+    assert len(warned) == 1
+
+
 def test_a_folder_that_cannot_be_used_is_refused_before_the_first_step(make, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"`rollout_dump_dir` is .*, which cannot be used: "):

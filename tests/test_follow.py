@@ -52,7 +52,7 @@ class Command:
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        self.first = self.process.stdout.readline()
+        self.first = self.process.stderr.readline()
 
     def __enter__(self):
         return self
@@ -89,8 +89,8 @@ def test_a_page_follows_a_run_that_starts_later_and_is_written_while_it_is_read(
         time.sleep(2)
         assert dumped(output) == "1 to 2"  # the last page stays
         code, out, err = followed.end()
-    assert (code, err) == (0, "")
-    assert out.endswith(f"{output} is up to date.\n")
+    assert (code, out) == (0, f"{output} is up to date.\n")
+    assert {line.partition(":")[0] for line in err.splitlines()} == {f"Waiting for {dump}"}
     assert "http-equiv" not in output.read_text()
 
 

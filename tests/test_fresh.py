@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tiny import StaleSampler
-from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, messages
+from tests.training import TRAINERS, VLLM, build, freeze_sampler, logged, losses, messages, told
 from trl_rollout_corr import RolloutCorrectionConfig, compute_rollout_correction
 from trl_rollout_corr.correction.age import Staleness, count_lags
 from trl_rollout_corr.messages import PREFIX
@@ -211,30 +211,30 @@ def test_several_updates_of_a_generation(fields, stale, tmp_path, tiny_model_pat
     assert len(found) > 1
 
 
-def test_a_run_says_once_how_old_its_sampler_is_and_what_follows(tmp_path, tiny_model_path, capfd):
+def test_a_run_says_once_how_old_its_sampler_is_and_what_follows(tmp_path, tiny_model_path, caplog):
     announced(tiny_model_path, tmp_path, 0, 0, 8, 0, 8).train()
-    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
-    assert told == [
+    lines = [line for line in told(caplog) if line.startswith("Rollout correction at step")]
+    assert lines == [
         "Rollout correction at step 1: vLLM is up to date: importance weights are off, the trust region is on.",
         "Rollout correction at step 3: vLLM is behind: importance weights are on for tokens with negative advantage, the "
         "trust region is on.",
     ]
 
 
-def test_a_window_of_several_ages_says_so(tmp_path, tiny_model_path, capfd):
+def test_a_window_of_several_ages_says_so(tmp_path, tiny_model_path, caplog):
     """One of three steps is stale, so most tokens have the importance weight 1, and not all of them."""
     announced(tiny_model_path, tmp_path, 0, 0, 8, logging_steps=3).train()
-    (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
+    (line,) = [line for line in told(caplog) if line.startswith("Rollout correction at step")]
     assert (
         "vLLM counts as behind for some completions (`stale_fraction` is 0.33): importance weights are on for their "
-        in told
+        in line
     )
 
 
-def test_a_run_says_that_it_does_not_know_how_old_its_sampler_is(tmp_path, tiny_model_path, capfd):
+def test_a_run_says_that_it_does_not_know_how_old_its_sampler_is(tmp_path, tiny_model_path, caplog):
     announced(tiny_model_path, tmp_path, None).train()
-    (told,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Rollout correction at step")]
-    assert "does not announce its step, so it counts as behind: importance weights are on for tokens" in told
+    (line,) = [line for line in told(caplog) if line.startswith("Rollout correction at step")]
+    assert "does not announce its step, so it counts as behind: importance weights are on for tokens" in line
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tests.training import (
     micro_batches,
     policy_logps,
     saying,
+    told,
     window,
 )
 from trl_rollout_corr import (
@@ -744,10 +745,10 @@ def test_user_logs_neither_reset_the_window_nor_wait_for_other_ranks(make):
     assert window(trainer) is before
 
 
-def test_training_begins_with_a_line_about_the_correction(make, capsys):
+def test_training_begins_with_a_line_about_the_correction(make, caplog):
     trainer = make(rollout_is="token", max_steps=1)
     trainer.train()
-    assert f"Rollout correction {__version__}: {trainer.args.description}\n" in capsys.readouterr().out
+    assert told(caplog)[0] == f"Rollout correction {__version__}: {trainer.args.description}"
 
 
 class FarSampler(StaleSampler):

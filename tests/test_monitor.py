@@ -1,5 +1,6 @@
 """`RolloutCorrectionMonitor` on the real TRL, with a sampler that is far from the trainer."""
 
+import dataclasses
 import math
 import random
 import re
@@ -27,6 +28,8 @@ from tests.training import (
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectionConfig
 from trl_rollout_corr.tools.monitor.callback import RolloutCorrectionMonitor
 from trl_rollout_corr.tools.monitor.rule import ALARMS
+from trl_rollout_corr.tools.monitor.rules import BOUNDS
+from trl_rollout_corr.tools.monitor.windows import Course
 
 
 def make_grpo(model, folder, **fields):
@@ -111,6 +114,36 @@ def test_evaluations_are_passed_over(make, caplog):
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluations
     assert not any(ALARMS in entry for entry in evaluations)
+
+
+def test_an_error_in_a_bound_ends_no_run_and_is_told_once(make, caplog, monkeypatch):
+    def broken(window):
+        if window.step == 1:
+            return 0.0
+        raise ZeroDivisionError("division by zero")
+
+    bound = dataclasses.replace(BOUNDS["k3_high"], measure=broken)
+    monkeypatch.setitem(BOUNDS, "k3_high", bound)
+    trainer = make(RolloutCorrectionMonitor(), max_steps=5)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    (said,) = [message for message in messages(caplog) if "ZeroDivisionError" in message]
+    assert re.match(
+        r"The monitor cannot judge step \d, and perhaps later ones: ZeroDivisionError: division by zero", said
+    )
+
+
+def test_an_error_about_the_history_ends_no_run_that_resumes(make, caplog, monkeypatch):
+    make(RolloutCorrectionMonitor(), save_strategy="steps", save_steps=1, max_steps=1).train()
+
+    def broken(*_):
+        raise ZeroDivisionError("division by zero")
+
+    trainer = make(RolloutCorrectionMonitor(), max_steps=2)
+    monkeypatch.setattr(Course, "go_on", broken)
+    with saying(caplog, "The monitor forgets the steps before the checkpoint: ZeroDivisionError: division by zero."):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
 
 
 def nothing_is_finite(output):

@@ -6,6 +6,7 @@ As in `tiny.py`, TRL is imported when it is needed.
 
 import functools
 import importlib.metadata
+import logging
 import math
 import os
 import re
@@ -229,8 +230,18 @@ def assert_evaluates(trainer):
 
 
 def messages(caplog) -> list[str]:
-    """Messages of the run so far, each in one line."""
-    return [" ".join(record.getMessage().split()) for record in caplog.records if record.name == "trl_rollout_corr"]
+    """Warnings and errors of the run so far, each in one line."""
+    return [text for level, text in _logged(caplog) if level > logging.INFO]
+
+
+def told(caplog) -> list[str]:
+    """What the run said of itself so far, each message in one line."""
+    return [text for level, text in _logged(caplog) if level == logging.INFO]
+
+
+def _logged(caplog) -> list[tuple[int, str]]:
+    of_package = [record for record in caplog.records if record.name == "trl_rollout_corr"]
+    return [(record.levelno, " ".join(record.getMessage().split())) for record in of_package]
 
 
 def said_of_pushes(caplog) -> list[str]:

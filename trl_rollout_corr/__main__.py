@@ -21,7 +21,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TypeAlias
 
-from .messages import SelfContainedError, __version__
+from .messages import SelfContainedError, __version__, progress
 from .tools.formats import visible
 
 
@@ -54,9 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
             refusal = _refusal(args, error)
     messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
     for message in dict.fromkeys(messages):  # also of a command that failed: they may say why
-        print(f"warning: {visible(message)}", file=sys.stderr)
+        progress(f"warning: {visible(message)}")
     if refusal:
-        print(visible(" ".join(refusal.split())), file=sys.stderr)
+        progress(visible(" ".join(refusal.split())))
         return 2
     sys.stdout.write(output)
     return int(args.code)

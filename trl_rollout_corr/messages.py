@@ -10,14 +10,18 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
+from tqdm import tqdm
+
 
 __version__ = "0.1.0"
 
 # First part of every metric key
 PREFIX = "rollout_corr/"
 
-# Messages during a run. Unless the user adds a handler, Python writes them unchanged to standard error.
+# Messages during a run. Without a handler they go unchanged to standard error.
 logger = logging.getLogger("trl_rollout_corr")
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
 
 
 class SelfContainedError(ValueError):
@@ -85,10 +89,36 @@ def warn_idle(name: str, value: object, reason: str) -> None:
     warn(f"`{name}` is set to {value!r} but has no effect: {reason}.", name)
 
 
+def tell(message: str) -> None:
+    """Log what a run does, on one rank only."""
+    _log(logging.INFO, message)
+
+
 def notify(message: str, *, error: bool = False) -> None:
-    """Log a message about the run, on one rank only."""
-    if is_first_rank():
-        logger.log(logging.ERROR if error else logging.WARNING, "%s", message)
+    """Log that something in the run needs attention, on one rank only."""
+    _log(logging.ERROR if error else logging.WARNING, message)
+
+
+def _log(level: int, message: str) -> None:
+    """Log a message, above the progress bars. Without a handler, Python would show warnings and errors only."""
+    if not is_first_rank() or not logger.isEnabledFor(level):
+        return
+    with tqdm.external_write_mode(file=sys.stderr):
+        if logger.hasHandlers():
+            logger.log(level, "%s", message)
+        else:
+            print(message, file=sys.stderr)  # noqa: T201
+
+
+def progress(message: str) -> None:
+    """Show what a command does at the moment. Its answer alone goes to standard output."""
+    print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, with its type if that is not known to go with a sentence."""
+    text = " ".join(str(error).split())
+    return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def capitalized(text: str) -> str:

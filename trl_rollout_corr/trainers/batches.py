@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from ..correction.compute import RolloutCorrection, compute_rollout_correction
 from ..correction.functional import LOG_RATIO_BOUND
 from ..door import watchers_for
-from ..messages import SettingWarning, __version__, plain
+from ..messages import SettingWarning, __version__, plain, tell
 from ..replay.on_demand import knows_routers
 from ..settings.config import RolloutCorrectionConfig
 from ..settings.resolve import FIELDS, Settings
@@ -114,7 +113,7 @@ class BatchCorrectionMixin(_Host):
         for watcher in self._watchers:
             watcher.begins(self, checkpoint, everywhere=everywhere)
         if self.is_world_process_zero():
-            tqdm.write(f"Rollout correction {__version__}: {description_of(self._settings, vars(self.args))}")
+            tell(f"Rollout correction {__version__}: {description_of(self._settings, vars(self.args))}")
         return super().train(*args, **kwargs)
 
     def _read_server(self, url: str | None) -> None:
@@ -236,7 +235,7 @@ class BatchCorrectionMixin(_Host):
             if "loss" in logs and self.is_world_process_zero():
                 news = self._age_notice.news(self.state.global_step, metrics)
                 if news is not None:
-                    tqdm.write(news)
+                    tell(news)
             self._metrics[self._now.mode].update({key: [value] for key, value in metrics.items()})
         super().log(logs, start_time)
 

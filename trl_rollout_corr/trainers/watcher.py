@@ -1,10 +1,13 @@
 """The interface of the tools that observe a trainer: a monitor, a diagnosis, a dump."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from transformers import TrainerCallback
 
+from ..messages import notify, reason_of
 from ..settings.resolve import Settings
 from .observer import CorrectedBatch, Moment
 
@@ -36,6 +39,25 @@ class Watcher(TrainerCallback):
 
     def on_batch_corrected(self, now: Moment, batch: CorrectedBatch) -> None:
         """See a corrected batch: once in decoupled mode, at every visit in bypass mode."""
+
+    @contextmanager
+    def outlived(self, loss: str) -> Iterator[None]:
+        """
+        Let no error end the run: say once what is lost, as the beginning of a sentence, and why. Nothing inside may
+        gather, because the other ranks would wait for this one.
+        """
+        try:
+            yield
+        except Exception as error:
+            reason = reason_of(error)
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                notify(f"{loss}: {reason.rstrip('.')}.")
+
+    @cached_property
+    def _reasons(self) -> set[str]:
+        """Errors that were told."""
+        return set()
 
 
 def watchers_among(callbacks: Iterable[Any]) -> list[Watcher]:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from tqdm.auto import tqdm
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from ...messages import tell
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 from ...trainers.keys import AGAIN_LOGPS
@@ -59,7 +59,8 @@ class FirstStepDiagnosis(Watcher):
         if self.looks_twice() and self._score_alone is not None:  # all ranks score
             batch.batch[AGAIN_LOGPS] = self._score_alone(batch.batch)  # for the dump as well
         if not self.done and len(self.rows) < ROWS:
-            self.offer(now.step + 1, *columns_of(batch))  # the optimizer step that trains on the batch
+            with self.outlived("No diagnosis of the first step"):
+                self.offer(now.step + 1, *columns_of(batch))  # the optimizer step that trains on the batch
 
     def looks_twice(self) -> bool:
         """True for the first batch, whose sequences are scored a second time. All ranks get the same answer."""
@@ -84,11 +85,8 @@ class FirstStepDiagnosis(Watcher):
             return
         self.done = True
         if state.is_world_process_zero:
-            try:
+            with self.outlived("No diagnosis of the first step"):
                 written = settings_in_effect(self.args, self.settings)
                 observed = DumpedTokens(Sequences.from_rows(rows), self.settings, written, self.about)
                 self.diagnosis = diagnose(observed)
-                text = write_text(self.diagnosis)
-            except Exception as error:  # an error of the diagnosis must not end the run
-                text = f"No diagnosis of the first step: {error}.\n"
-            tqdm.write(f"Diagnosis of step {state.global_step}. {text}".rstrip())
+                tell(f"Diagnosis of step {state.global_step}. {write_text(self.diagnosis)}".rstrip())

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
-from ...messages import notify, warn, warn_idle
+from ...messages import notify, reason_of, warn, warn_idle
 from ...settings.config import RolloutCorrectionConfig
 from ...settings.resolve import Settings
 from ...trainers.keys import AGAIN_LOGPS, PADDING, REWARDS, ROLLOUT_LOGPS, TURN_IDS
@@ -111,7 +111,7 @@ class SequenceDump(Watcher):
     def on_batch_corrected(self, now: Moment, batch: CorrectedBatch) -> None:
         step = now.step + 1  # the optimizer step that trains on the batch
         if now.mode == "train" and self.wants(step):
-            self.offer(step, *columns_of(batch))
+            self._unless_it_fails(lambda: self.offer(step, *columns_of(batch)))
 
     def wants(self, step: int) -> bool:
         """True if an optimizer step is dumped: the due step, or the next one that corrects a batch."""
@@ -203,12 +203,11 @@ class SequenceDump(Watcher):
         if not self.wants(state.global_step):
             return
         drawn, worst, anywhere = self._among_all_ranks()
-        rows = [self._row(self.offered[i], sampled=i in drawn, worst=i in worst) for i in sorted(drawn | worst)]
-        self.offered, self.n_batches = [], 0
+        offered, self.offered, self.n_batches = self.offered, [], 0
         if anywhere:  # the same on all ranks
             self.next_step = state.global_step + self.settings.rollout_dump_steps
-        if rows:
-            self._unless_the_disk_fails(self._write, state.global_step, rows)
+        if drawn | worst:
+            self._unless_it_fails(lambda: self._write(state.global_step, offered, drawn, worst))
 
     def on_log(
         self,
@@ -219,9 +218,10 @@ class SequenceDump(Watcher):
         **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and logs:
-            self._unless_the_disk_fails(append_log, self.folder, {**logs, "step": state.global_step})
+            self._unless_it_fails(lambda: append_log(self.folder, {**logs, "step": state.global_step}))
 
-    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def _write(self, step: int, offered: list[Offered], drawn: set[int], worst: set[int]) -> None:
+        rows = [self._row(offered[i], sampled=i in drawn, worst=i in worst) for i in sorted(drawn | worst)]
         written = settings_in_effect(self.args, self.settings)
         path = write_rows(self.folder, step, self.accelerator.process_index, rows, written, self.about)
         self.unchecked += path.stat().st_size
@@ -231,16 +231,23 @@ class SequenceDump(Watcher):
             remove_oldest(self.folder, limit)
             self.unchecked = 0
 
-    def _unless_the_disk_fails(self, write: Callable, *args: Any) -> None:
-        """Write, but let no full disk end the run. Whatever happens, this rank still takes part in the gathers."""
+    def _unless_it_fails(self, write: Callable[[], object]) -> None:
+        """
+        Write, but let no full disk and no other error end the run. Whatever happens, this rank still takes part in
+        the gathers.
+        """
         if self.gave_up:
             return
         try:
-            write(*args)
-        except OSError as error:
+            write()
+        except Exception as error:
             self.gave_up = True
             # on any rank, because it may happen on one only
-            warn(f"The dump in {str(self.folder)!r} ends here: {error}.", "rollout_dump_dir", on_any_rank=True)
+            warn(
+                f"The dump in {str(self.folder)!r} ends here: {reason_of(error).rstrip('.')}.",
+                "rollout_dump_dir",
+                on_any_rank=True,
+            )
 
     def _among_all_ranks(self) -> tuple[set[int], set[int], bool]:
         """Indices on this rank of the drawn and the worst sequences of all ranks, and whether there are any."""

@@ -101,7 +101,8 @@ class RolloutCorrectionMonitor(Watcher):
     ) -> None:
         self._restart()
         self._examiner.fields = vars(args)
-        self._examiner.restart(state.log_history, state.global_step)  # after resuming
+        with self.outlived("The monitor forgets the steps before the checkpoint"):
+            self._examiner.restart(state.log_history, state.global_step)  # after resuming
 
     def on_log(
         self,
@@ -132,10 +133,11 @@ class RolloutCorrectionMonitor(Watcher):
         """Examine windows, and report alarms."""
         for window in windows:
             self._windows += 1
-            alarms = self._examiner.observe({**self._not_ours, **window})
-            self._alarms.update(alarm.bound for alarm in alarms)
-            for alarm in alarms:
-                self._say(alarm, state)
+            with self.outlived(f"The monitor cannot judge step {state.global_step}, and perhaps later ones"):
+                alarms = self._examiner.observe({**self._not_ours, **window})
+                self._alarms.update(alarm.bound for alarm in alarms)
+                for alarm in alarms:
+                    self._say(alarm, state)
 
     # Messages --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ to try. It needs no TRL, because each trainer with its sampler runs in a separat
 
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...messages import progress
 from ..diagnosis.text import write_json, write_text
 from .parts import (
     Answer,
@@ -93,7 +93,7 @@ def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Measured
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         answer = pool.submit(_answer, {**request, "output": str(folder)})
         while not answer.done():
-            print(f"Probe: {title}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            progress(f"Probe: {title}, {time.monotonic() - start:.0f} s")
             wait([answer], _PAUSE)
         try:
             return answer.result()

@@ -2,7 +2,6 @@
 
 import html
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ...messages import progress
 from ..formats import write_whole
 
 
@@ -34,7 +34,7 @@ def follow(build: Callable[[], str], output: Path, subject: str) -> str:
         os.nice(10)  # the run comes first
     page, said = "", ""
     try:
-        _say(f"{output} follows {subject}. Ctrl-C ends it.")
+        progress(f"{output} follows {subject}. Ctrl-C ends it.")
         while True:
             start = time.monotonic()
             try:
@@ -44,7 +44,7 @@ def follow(build: Callable[[], str], output: Path, subject: str) -> str:
             except Exception as error:
                 problem = f"Waiting for {subject}: {' '.join(str(error).split())}"
             if problem not in ("", said):
-                _say(problem)
+                progress(problem)
             said = problem
             shown = page or _EMPTY.format(html.escape(problem))
             with suppress(OSError):  # such as a full disk; the next page may succeed
@@ -58,8 +58,3 @@ def follow(build: Callable[[], str], output: Path, subject: str) -> str:
 
 def _write(output: Path, page: str) -> None:
     write_whole(output, lambda file: file.write(page.encode()))
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
