@@ -6,7 +6,7 @@ import numpy as np
 
 from .arrivals import HALF, exists_at_equal_weights
 from .drift import stale
-from .measures import POSSIBLE, Evidence, bounded, pearson, rms
+from .measures import POSSIBLE, Evidence, pearson, rms
 from .observed import DumpedTokens
 from .trends import ENOUGH, with_advantage
 
@@ -63,7 +63,7 @@ def changed(tokens: DumpedTokens) -> Evidence | None:
     elif pace:
         numbers["pace"], most = pace, POSSIBLE
         sentence += "; the learning rate becomes {pace} times as large there, which explains it if the samples are old"
-    share = bounded(float(np.square(tokens.d[large[tokens.row]]).sum()) / max(tokens.total, 1e-300))
+    share = tokens.share_of(large[tokens.row])
     return Evidence(float(np.exp(abs(jump.rise))), share, numbers, sentence, most=most, rows=large)
 
 

@@ -163,7 +163,7 @@ def _compare_seen_prompts(tokens: DumpedTokens) -> Evidence | None:
     again, new = (tokens.core & (later & x)[tokens.row] for x in (seen, ~seen))
     size = tokens.row_means(level * tokens.core)
     chance = at_equal(tokens.step[later], seen[later].astype(float), size[later])
-    share = bounded(float(np.square(tokens.d[seen[tokens.row]]).sum()) / max(tokens.total, 1e-300))
+    share = tokens.share_of(seen[tokens.row])
     ratio = mean(level[again]) / max(mean(level[new]), FLOOR)
     numbers = {
         "again": rms(tokens.d[again]),

@@ -71,7 +71,7 @@ def split_units(tokens: DumpedTokens, units: np.ndarray) -> Split | None:
     if not _differs_at_equal_step(tokens, here, unit, np.maximum(levels, least), off & judged, ~off & judged):
         return None
     deviating = np.isin(units, names[off]) & (units >= 0)
-    share = float(np.square(tokens.d[deviating]).sum()) / max(tokens.total, 1e-300)
+    share = tokens.share_of(deviating)
     return Split(off, len(np.unique(units[units >= 0])), apart, contrast, deviating, share) if share >= _MOST else None
 
 
@@ -136,7 +136,7 @@ def _in_later_turns(tokens: DumpedTokens) -> str:
     later = tokens.turn_place > 0
     if not later.any() or later.all():
         return ""
-    share = float(np.square(tokens.d[later]).sum()) / tokens.total
+    share = tokens.share_of(later)
     if share < _MOST or rms(tokens.d[later]) < _CONTRAST * rms(tokens.d[~later]):
         return ""
     turns, every = len(np.unique(tokens.turn[later])), len(np.unique(tokens.turn))

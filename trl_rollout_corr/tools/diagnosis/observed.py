@@ -152,6 +152,10 @@ class DumpedTokens:
         """Sum of the squared log-ratio. Causes explain shares of it."""
         return float(np.square(self.d).sum())
 
+    def share_of(self, here: np.ndarray) -> float:
+        """Share of the gap, as a sum of squared log-ratios, that is in some tokens, `(N,)`."""
+        return float(min(np.square(self.d[here]).sum() / max(self.total, 1e-300), 1.0))
+
     @cached_property
     def size(self) -> float:
         """Root mean square of the log-ratio, in nats."""

@@ -84,10 +84,8 @@ def later_turns(tokens: DumpedTokens) -> Evidence | None:
     ]
     least = max(0.05, FLOOR / max(rms(tokens.d[later]), FLOOR))
     low, high, before, after = np.maximum(sizes, least)
-    share = bounded(
-        float(np.square(tokens.d[later | (tokens.seam & (tokens.turn_place > 0))]).sum()) / max(tokens.total, 1e-300)
-    )
-    of_seams = bounded(float(np.square(tokens.d[tokens.seam]).sum()) / max(tokens.total, 1e-300))
+    share = tokens.share_of(later | (tokens.seam & (tokens.turn_place > 0)))
+    of_seams = tokens.share_of(tokens.seam)
     numbers = {
         "first": rms(tokens.d[first]),
         "later": rms(tokens.d[later]),

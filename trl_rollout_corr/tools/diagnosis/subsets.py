@@ -4,7 +4,7 @@ import numpy as np
 
 from .arrivals import arrival_of
 from .location import Split, begun, completions, growth
-from .measures import FLOOR, LARGE, MANY, POSSIBLE, Evidence, alike, bounded, errors_from_1, mean, rms
+from .measures import FLOOR, LARGE, MANY, POSSIBLE, Evidence, alike, errors_from_1, mean, rms
 from .observed import DumpedTokens, mean_of_equal
 from .positions import IN_LATER_TURNS
 from .trends import CHANCE
@@ -41,7 +41,7 @@ def some_prompts(tokens: DumpedTokens) -> Evidence | None:
         keys, values = cells[0], np.bincount(where.ravel(), values) / np.bincount(where.ravel())
     same = alike(keys, values - values.mean()) if part < _MINORITY else 0.0
     here = off[tokens.row]
-    share = bounded(float(np.square(tokens.d[here]).sum()) / max(tokens.total, 1e-300))
+    share = tokens.share_of(here)
     numbers = {
         "completions": float(off.sum()), "part": part, "here": rms(tokens.d[here]), "elsewhere": rms(tokens.d[~here]),
         "prompts": float(len(prompts)), "of": float(len(np.unique(tokens.prompt[known]))), "same": same,
@@ -79,7 +79,7 @@ def some_completions(tokens: DumpedTokens) -> Evidence | None:
     # a gap that begins inside a completion depends on its tokens
     most = 0.99 if numbers["begun"] > _BEGUN and numbers["elsewhere"] < LARGE else POSSIBLE
     rows = np.isin(np.arange(len(tokens.lengths)), tokens.row[split.tokens])
-    return Evidence(split.apart, bounded(split.share), numbers, sentence, most=most, rows=rows)
+    return Evidence(split.apart, split.share, numbers, sentence, most=most, rows=rows)
 
 
 _CLEAN = 10.0  # how much smaller the gap of unaffected tokens is
@@ -125,9 +125,7 @@ def by_advantage(tokens: DumpedTokens) -> Evidence | None:
     size, positive = parts.means(np.abs(tokens.level) * tokens.core), parts.advantage > 0
     known = np.isfinite(parts.advantage) & (parts.advantage != 0)
     later = tokens.turn_place > 0
-    if (
-        np.square(tokens.d[later]).sum() > IN_LATER_TURNS * tokens.total
-    ):  # completions with one turn are no comparison then
+    if tokens.share_of(later) > IN_LATER_TURNS:  # completions with one turn are no comparison then
         known &= np.isin(np.arange(len(known)), parts.of_token[later])
     if min((known & positive).sum(), (known & ~positive).sum()) < _ENOUGH:
         return None
@@ -139,7 +137,7 @@ def by_advantage(tokens: DumpedTokens) -> Evidence | None:
     lowest = float(np.quantile(sides[off], 1 - MANY)) / max(float(np.quantile(others, MANY)), 1e-12)
     deviating = known & (positive if off == "positive" else ~positive)
     differing, compared = deviating[parts.of_token], (known & ~deviating)[parts.of_token]
-    share = bounded(float(np.square(tokens.d[differing]).sum()) / max(tokens.total, 1e-300))
+    share = tokens.share_of(differing)
     numbers = {
         "off": rms(tokens.d[tokens.core & differing]),
         "others": rms(tokens.d[tokens.core & compared]),

@@ -10,14 +10,13 @@ from typing import Any
 
 from ...messages import PREFIX
 from ...settings.criteria import Bounding
+from ...settings.effects import rounds_cache
 from ...settings.resolve import Settings
 from ..bands import beyond_entropy
 from ..run_facts import clips_by_trl, iterations_of, samples_with_8_bits
 from .stock import value_of
 
 
-# Types of a key-value cache that round no more than the model does
-_PLAIN = ("auto", "bfloat16", "float16", "float32", "half", "float")
 _LARGEST = 1e100  # number of which means and deviations are taken
 # Between the policy that sampled and the policy that trains
 _GAPS = ("kl", "k3_kl", "kl_advantage_positive", "kl_advantage_negative", "surprise")
@@ -294,7 +293,7 @@ class Window:
         engine = (self.settings.rollout_engine_kwargs if self.settings else None) or {}
         if engine.get("quantization"):
             return "weights" if samples_with_8_bits(self.settings) else "few bits"
-        return "" if str(engine.get("kv_cache_dtype") or "auto") in _PLAIN else "cache"
+        return "cache" if rounds_cache(engine.get("kv_cache_dtype")) else ""
 
     @property
     def cut(self) -> float | None:

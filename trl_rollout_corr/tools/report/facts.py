@@ -85,7 +85,7 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
 def _course(alarm: Alarm, log: pd.DataFrame) -> str:
     """A sentence on the worst and the last value of the metric of an alarm; empty if it has not moved since."""
     key = RATIO if alarm.key not in log and alarm.key == f"{PREFIX}rollout_is_mean" else alarm.key
-    values = _finite(log, key)
+    values = finite_values(log, key)
     values = values[values.index >= alarm.step]
     if len(values) < 2:
         return ""
@@ -104,7 +104,7 @@ _BEYOND = 5.0  # standard errors of a mean, which chance hardly exceeds
 
 def reward_fall(log: pd.DataFrame) -> str:
     """A sentence on the fall of the reward from its best mean to its last one; empty if it did not fall for good."""
-    values = _finite(log, "reward")
+    values = finite_values(log, "reward")
     n = max(len(values) // _SPAN, 3)
     means = values.rolling(n).mean().dropna()
     if len(means) < 2 * n:
@@ -116,7 +116,7 @@ def reward_fall(log: pd.DataFrame) -> str:
     return f"The reward fell from {number(best)} (step {int(means.idxmax())}) to {number(last)}."
 
 
-def _finite(log: pd.DataFrame, key: str) -> "pd.Series[float]":
+def finite_values(log: pd.DataFrame, key: str) -> "pd.Series[float]":
     """The finite values of a metric by step."""
     return log.get(key, pd.Series(dtype=float)).replace([np.inf, -np.inf], np.nan).dropna()
 

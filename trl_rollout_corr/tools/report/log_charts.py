@@ -11,7 +11,7 @@ from ...messages import PREFIX
 from ..bands import HEALTHY, band_in_words
 from ..formats import number, percent
 from ..monitor.stock import CLIPPED, GAP, LENGTH, RATIO
-from .facts import Facts, is_healthy
+from .facts import Facts, finite_values, is_healthy
 from .page import Card, Chart, Curve, Section
 
 
@@ -158,7 +158,7 @@ def main_numbers(log: pd.DataFrame) -> list[Card]:
 
 def _main_number(trend: Trend, log: pd.DataFrame) -> Card:
     metric = next(iter(trend.metrics))
-    values = log.get(_key(metric), pd.Series(dtype=float)).replace([np.inf, -np.inf], np.nan).dropna()
+    values = finite_values(log, _key(metric))
     if values.empty:
         return Card(f"{trend.title}: -", "not logged")
     n = max(min(_LAST, len(values) // 2), len(values) // _LAST, 1)
