@@ -272,17 +272,26 @@ def test_yaml_in_the_documents_is_a_valid_configuration(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_and_make_targets_in_the_documents_exist(document):
-    text = (ROOT / document).read_text()
-    targets = re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for target in re.findall(r"`?make ([a-z-]+)", text):
-        assert target in targets or target in ("a", "sense", "the", "it"), target
-    ours = re.sub(r"https?://\S+", "", text)
-    for path in re.findall(r"\b((?:examples|recipes|docs|tests|benchmarks|trl_rollout_corr)/[\w./-]*\w)", ours):
+    known = re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets, paths, links = named_in((ROOT / document).read_text())
+    assert links  # of every document, and the others at least of this one
+    assert document != "README.md" or (targets and paths)
+    for target in targets:
+        assert target in known or target in ("a", "sense", "the", "it"), target
+    for path in paths:
         assert (ROOT / path).exists(), path
-    for link, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+    for link, anchor in links:
         target = (ROOT / document).parent / link if link else ROOT / document
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text()), f"{link}#{anchor}"
+
+
+def named_in(text: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """Targets of make, paths of the repository, and links with their anchors."""
+    targets = re.findall(r"`?make ([a-z-]+)", text)
+    rooms = "examples|recipes|docs|tests|benchmarks|trl_rollout_corr"
+    paths = re.findall(rf"\b((?:{rooms})/[\w./-]*\w)", re.sub(r"https?://\S+", "", text))
+    return targets, paths, re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text)
 
 
 def anchors(text: str) -> set[str]:
