@@ -278,7 +278,7 @@ def test_the_file_of_another_system_is_not_checked(tmp_path, capsys, text, syste
     assert main(["check", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"these are settings of {system}, which no script of TRL reads" in line
-    assert (f"`trl-rollout-corr convert {path}`" in line) == (system in ("verl", "SkyRL"))
+    assert (f"`trl-rollout-corr convert {path}`" in line) == (system == "verl")
 
 
 def test_marks_of_direction_are_written_out(tmp_path, capsys):

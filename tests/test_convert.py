@@ -479,9 +479,12 @@ OPENRLHF = "#!/bin/bash\npython3 -m openrlhf.cli.train_ppo_ray --algo.advantage.
         (["--use-tis"], ["`--use-tis` is not translated"]),
         (
             OPENRLHF,
-            ["`--algo.advantage.is_correction_level` is not translated", "`trl-rollout-corr docs openrlhf` says"],
+            [
+                "`--algo.advantage.is_correction_level` is not translated",
+                "`trl-rollout-corr docs verl#coming-from-openrlhf-slime-or-another-trainer` says",
+            ],
         ),
-        ("#!/bin/bash\npython3 train.py --lr 1e-6\n", ["a shell script without settings of verl or SkyRL"]),
+        ("#!/bin/bash\npython3 train.py --lr 1e-6\n", ["a shell script without settings of verl"]),
     ],
 )
 def test_options_of_others_that_correct_are_named(refusal, given, named):
@@ -498,113 +501,23 @@ def test_options_beside_a_correction_are_left_out(convert):
 
 # SkyRL ------------------------------------------------------------------------------------------------------------------
 
-SKYRL = "trainer.algorithm.off_policy_correction"
-NO_KL = "trainer.algorithm.use_kl_loss=false"
-
-
-def rejects(**criteria):
-    return {"rollout_is": None, "rollout_rs": [*criteria], "rollout_rs_threshold": [*criteria.values()]}
-
 
 @pytest.mark.parametrize(
-    ("given", "written", "said"),
+    "given",
     [
-        ("tis_ratio_type=token token_tis_ratio_clip_high=3", {**TOKEN, "rollout_is_threshold": 3.0}, []),
-        ("tis_ratio_type=token", TOKEN, []),
-        ("tis_ratio_type=sequence", {"rollout_is": "sequence", "rollout_is_threshold": 5.0}, []),
-        ("tis_ratio_type=token sequence_tis_ratio_clip_high=9", TOKEN, ["`sequence_tis_ratio_clip_high` is set to"]),
-        ("sequence_mask_metric=geometric geo_mask_high=1.02", rejects(seq_mean_k1=[0.99, 1.02]), []),
-        ("sequence_mask_metric=product", rejects(seq_sum_k1=[0.5, 2.0]), []),
-        ("outlier_token_is_threshold_low=1e-4 outlier_token_is_threshold_high=100", rejects(seq_max_k1=[1e-4, 100.0]), []),
-        ("outlier_token_is_threshold_low=1e-4", rejects(seq_max_k1=[1e-4, INF]), []),
-        ("token_mask_is_threshold_low=0.5 token_mask_is_threshold_high=2", rejects(token_k1=[0.5, 2.0]), []),
-        ("token_mask_eps_low=0.2 token_mask_eps_high=0.3", rejects(token_k1=[0.8, 1.3]), ["keeps ratios in [0.8, 1.3]. If "]),
-        ("token_mask_is_threshold_low=0.5", {"rollout_correction": "disabled"}, ["has no effect", "SkyRL does not"]),
-        ("tis_ratio_type=null geo_mask_high=1.01", {"rollout_correction": "disabled"}, ["SkyRL does not correct"]),
-        ("tis_ratio_type=sequence token_mask_eps_low=.2 token_mask_eps_high=.2",
-         {**rejects(token_k1=[0.8, 1.2]), "rollout_is": "sequence", "rollout_is_threshold": 5.0},
-         ["with more than one meaning", "do not count in the"]),
-    ],
-)  # fmt: skip
-def test_the_correction_of_skyrl(convert, given, written, said):
-    result, lines, _ = convert([NO_KL, *(f"{SKYRL}.{argument}" for argument in given.split())])
-    assert result == {"use_vllm": True, **written}
-    assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * len(said)
-
-
-@pytest.mark.parametrize(
-    ("given", "written"),
-    [
-        ("use_tis=true tis_imp_ratio_cap=8", {**TOKEN, "rollout_is_threshold": 8.0}),
-        ("policy_loss_type=rollout_is eps_clip_low=0.5 eps_clip_high=4",
-         {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0], "bypass_mode": True, "rollout_loss_type": "reinforce"}),
-        ("policy_loss_type=dppo dppo.delta_low=0.1", {"rollout_correction": "bypass_dppo_tv", "rollout_rs": ["token_tv"],
-                                                      "rollout_rs_threshold": [[0.1, 0.2]]}),
-    ],
-)  # fmt: skip
-def test_losses_of_skyrl_that_correct(convert, given, written):
-    arguments = [f"trainer.algorithm.{argument}" for argument in given.split()]
-    assert convert([NO_KL, *arguments])[0] == {"use_vllm": True, **written}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (f"{SKYRL}.tis_type=token", "does not belong to SkyRL's correction. Did you mean 'tis_ratio_type'?"),
-        (f"{SKYRL}.tis_ratio_type=geometric", "`tis_ratio_type` must be token, sequence or null"),
-        (f"{SKYRL}.sequence_mask_metric=mean", "`sequence_mask_metric` must be geometric, product or null"),
-        (f"trainer.algorithm.policy_loss_type=dppo {SKYRL}.tis_ratio_type=token", "corrects for the sampler already"),
-        ("trainer.algorithm.cispo.cispo_anchor=rollout", "which makes CISPO's ratio the one to the sampler"),
-        ("trainer.algorithm.seq_tis_cap=2", "which may correct for the sampler, and cannot be translated"),
+        ["trainer.algorithm.off_policy_correction.tis_ratio_type=token"],
+        ["trainer.algorithm.use_tis=true", "algorithm.adv_estimator=grpo"],
+        "trainer: {algorithm: {advantage_estimator: grpo}}\ngenerator: {n_samples_per_prompt: 5}\n",
+        "use_vllm: true\ntrainer: {algorithm: {off_policy_correction: {tis_ratio_type: token}}}\n",
     ],
 )
-def test_what_is_refused_of_skyrl(refusal, given, message):
-    assert message in refusal([NO_KL, *given.split()])
-
-
-def test_a_file_of_skyrl(convert):
-    algorithm = {"advantage_estimator": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "loss_reduction": "sequence_mean",
-                 "off_policy_correction": {"tis_ratio_type": "token"}}  # fmt: skip
-    sampling = {"temperature": 0.7, "top_p": 0.9, "max_generate_length": 512, "logprobs": 1}
-    policy = {"model": {"path": "m"}, "optimizer_config": {"lr": 1e-6, "max_grad_norm": 0.5}}
-    settings = {
-        "trainer": {"algorithm": algorithm, "policy": policy, "epochs": 2, "strategy": "fsdp"},
-        "generator": {"n_samples_per_prompt": 5, "sampling_params": sampling},
-    }
-    written, said, text = convert(yaml.safe_dump(settings))
-    assert text.startswith("# for RolloutCorrectedGRPOTrainer\n")
-    assert written == {
-        "use_vllm": True, **TOKEN, "beta": 0.001, "model_name_or_path": "m", "learning_rate": 1e-6, "max_grad_norm": 0.5,
-        "num_train_epochs": 2, "num_generations": 5, "temperature": 0.7, "top_p": 0.9, "max_completion_length": 512,
-        "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "grpo",
-    }  # fmt: skip
-    assert [line for line in said if "strategy" in line or "logprobs" in line or "top_p" in line] == said
-
-
-@pytest.mark.parametrize(
-    ("criterion", "bounds", "kept"),
-    [
-        # as SkyRL's `compute_outlier_token_mask`, `compute_token_mask` and `compute_sequence_mask` keep them
-        ("outlier_token_is_threshold", "1e-4 100", [[1, 1, 1], [0, 0, 0], [1, 1, 1]]),
-        ("token_mask_is_threshold", "0.5 2.0", [[1, 1, 0], [1, 0, 1], [1, 1, 1]]),
-        ("geo_mask", "0.7 1.4", [[0, 0, 0], [0, 0, 0], [1, 1, 1]]),
-        ("product_mask", "0.5 2.0", [[0, 0, 0], [0, 0, 0], [1, 1, 1]]),
-    ],
-)
-def test_bounds_of_skyrl_keep_the_same_tokens(convert, criterion, bounds, kept):
-    low, high = bounds.split()
-    metric = {"geo_mask": "geometric", "product_mask": "product"}.get(criterion, "null")
-    written, *_ = convert(
-        [
-            f"{SKYRL}.sequence_mask_metric={metric}",
-            f"{SKYRL}.{criterion}_low={low}",
-            f"{SKYRL}.{criterion}_high={high}",
-        ]
-    )
-    ratios = torch.tensor([[1.2, 1.0, 4.0], [1.0, 200.0, 1.0], [0.6, 1.8, 1.1]])
-    config = RolloutCorrectionConfig(**{name: x for name, x in written.items() if name.startswith("rollout")})
-    keep = compute_rollout_correction(ratios.log(), torch.zeros(3, 3), torch.ones(3, 3), config).keep
-    assert keep.int().tolist() == kept
+def test_settings_of_skyrl_are_answered_with_the_table_for_them(refusal, given, capsys):
+    line = refusal(given)
+    assert "settings of SkyRL (`trainer.algorithm`) are not translated" in line
+    (words,) = re.findall(r"`trl-rollout-corr docs (.+)`", line)
+    capsys.readouterr()
+    assert main(["docs", words]) == 0
+    assert "| `tis_ratio_type: token` with `token_tis_ratio_clip_high` |" in capsys.readouterr().out
 
 
 # Damaged files ----------------------------------------------------------------------------------------------
@@ -663,9 +576,9 @@ IN_SECTION = (
         ),
         # which of two equal names the message is about is unknown, and so is a line for what the file does not have
         (
-            "trainer: {algorithm: {off_policy_correction: {tis_ratio_type: tokens}}}\n"
-            "a: {tis_ratio_type: 1}\nb:\n  tis_ratio_type: 1\n",
-            "-: `tis_ratio_type` must be token, ",
+            "actor_rollout_ref: {rollout: {n: 8}}\na: {kl_coef: 1}\n"
+            "algorithm: {adv_estimator: rloo, use_kl_in_reward: true, kl_ctrl: {kl_coef: x}}\n",
+            "-: `kl_coef` must be a number, got 'x'",
         ),
         ("trainer: 1\n", "-: it has no settings of verl"),
     ],

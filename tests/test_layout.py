@@ -113,7 +113,6 @@ TOOLS = {
     "tools.translation": [
         "trl",
         "verl",
-        "skyrl",
         "counterparts",
         "setting_files",
         "own_settings",

@@ -104,8 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_convert(commands: _Commands) -> None:
     command = commands.add_parser(
         "convert",
-        help="translate settings of verl, SkyRL, TRL or Axolotl into YAML of this package",
-        description="Translate the settings of verl, SkyRL, TRL or Axolotl, and print YAML of this package and of "
+        help="translate settings of verl, TRL or Axolotl into YAML of this package",
+        description="Translate the settings of verl, TRL or Axolotl, and print YAML of this package and of "
         "TRL. A warning names each setting that is left out. In a training script of verl, put `trl-rollout-corr "
         "convert` in the place of `python3 -m verl.trainer.main_ppo`.",
         usage="%(prog)s [-h] [--trainer {grpo,rloo,async_grpo}] (FILE | KEY=VALUE [KEY=VALUE ...])",

@@ -32,6 +32,7 @@ _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm")
 _MISSPELT = 0.8  # similarity from which a name counts as misspelt, and not as the user's own
 _REMEDIES = {
     "Axolotl": "Axolotl checks them itself: `axolotl train`",
+    "SkyRL": "`trl-rollout-corr docs verl#coming-from-skyrl` says what to write for each",
     "accelerate": "Give the file to `accelerate launch --config_file`",
 }
 _TRAINERS = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "AsyncGRPO"}

@@ -13,7 +13,7 @@ from .trl_files import convert_trl_file, is_of_trl
 def convert(arguments: list[str], trainer: str | None = None) -> str:
     """
     Translate a YAML file of another tool (its path, or `-` for standard input), or arguments of a training script of
-    verl or SkyRL, to YAML of this package and of TRL. A warning names each omitted setting, and an error about a file
+    verl, to YAML of this package and of TRL. A warning names each omitted setting, and an error about a file
     its line. YAML of TRL or Axolotl is returned as a whole; `trainer` is the one that reads it, where its settings do
     not tell.
     """
@@ -42,7 +42,7 @@ def _convert_file(text: str, content: object, node: yaml.Node | None, trainer: s
 
 def _refuse_trainer(trainer: str | None) -> None:
     if trainer is not None:
-        allowed = "the trainer of verl and SkyRL is in their settings: set `algorithm.adv_estimator` to grpo or rloo"
+        allowed = "the trainer of verl is in its settings: set `algorithm.adv_estimator` to grpo or rloo"
         raise SelfContainedError(f"`--trainer {trainer}` is for files of TRL and Axolotl, and {allowed}.")
 
 

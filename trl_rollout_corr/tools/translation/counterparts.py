@@ -8,7 +8,6 @@ from typing import Any
 
 from ...messages import SettingError, warn
 from ...settings.thresholds import parse_number, parse_truth
-from .skyrl import AS_IN_VERL
 from .trl import read_value
 
 
@@ -79,11 +78,10 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "trainer.total_epochs": ("num_train_epochs", ""),
 }
 _LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
-_LOSSES |= {"token_mean": "dapo", "sequence_mean": "grpo", "seq_mean_token_sum_norm": "dr_grpo"}  # SkyRL's
 _SHORT = {name.rpartition(".")[2]: name for name in COUNTERPARTS} | {"learning_rate": "actor.optim.lr"}
 _IN_LOSS = ("actor.use_kl_loss", "actor.kl_loss_coef")
 _DIVERGENCES = ("actor.use_kl_loss", "algorithm.use_kl_in_reward")
-_COEFFICIENT = 0.001  # verl's default, and SkyRL's
+_COEFFICIENT = 0.001  # verl's default
 _ONLY_GRPO = ("delta", "loss_type", "scale_rewards")
 # Fields in this table that the configuration of a trainer lacks, and so refuses
 LACKS: Mapping[str, tuple[str, ...]] = {
@@ -118,8 +116,6 @@ def counterpart(name: str) -> str | None:
     """The setting of `COUNTERPARTS` with a dotted name or above it. Its last part alone is enough."""
     name = name.removeprefix("actor_rollout_ref.")
     name = _SHORT.get(name.lower(), name)
-    if in_verl := next((key for key in _above(name) if key in AS_IN_VERL), None):
-        name = AS_IN_VERL[in_verl] + name.removeprefix(in_verl)
     return next((key for key in _above(name) if key in COUNTERPARTS), None)
 
 
@@ -204,8 +200,7 @@ def _warn_about_unknown(settings: Mapping[str, object]) -> None:
 
 def _is_of_sampler(name: str) -> bool:
     name = name.removeprefix("actor_rollout_ref.")
-    is_inside = name.startswith(("rollout.", "generator.sampling_params.")) and ".val_kwargs." not in name
-    return is_inside and not _OF_WORK.match(name)
+    return name.startswith("rollout.") and ".val_kwargs." not in name and not _OF_WORK.match(name)
 
 
 def _warn_about(names: list[str], note: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings of verl and SkyRL by their dotted names, converted to fields of this package and of TRL. No torch."""
+"""Settings of verl by their dotted names, converted to fields of this package and of TRL. No torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,6 @@ from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
 from .own_settings import preset_of, tell_effects
 from .setting_files import about_options, leaves
-from .skyrl import from_skyrl, is_skyrl
 from .verl import NOT_SET, from_verl, split_verl, with_divergence
 
 
@@ -21,13 +20,14 @@ OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
 
 def convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], options: Sequence[str] = ()) -> str:
     """
-    Fields of this package and of TRL for dotted names of SkyRL, or of verl, whose sections are `of_verl`, next to
-    `options` of the command.
+    Fields of this package and of TRL for dotted names of verl, whose sections are `of_verl`, next to `options` of the
+    command.
     """
+    refuse_skyrl(settings)
     doubtful_options = suspicious_options(options)
     if doubtful_options and not settings:
         raise ValueError(about_options(doubtful_options))
-    fields, others = from_skyrl(settings) if is_skyrl(settings) else read_verl(settings, of_verl)
+    fields, others = read_verl(settings, of_verl)
     in_effect = RolloutCorrectionConfig(**fields).settings
     if not (in_effect.corrects or in_effect.rollout_metrics_only):
         if doubtful := suspects(others):
@@ -43,8 +43,6 @@ def convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], o
                 "the result would train without a correction, although the command has one: "
                 f"{about_options(doubtful_options)}"
             )
-        if is_skyrl(settings):
-            warn("SkyRL does not correct with these settings, so that correction is off here as well.")
     trl = to_trl(others)
     tell_effects(fields, {"use_vllm": True, **trl})
     trainer = TRAINERS.get(estimator_of(others) or "")
@@ -62,16 +60,30 @@ def read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tuple
             doubtful = suspects(others)
             of_others = f", and `{doubtful[0]}` is not translated" if doubtful else ""
             raise ValueError(
-                "it has no settings of verl (`actor_rollout_ref`, `algorithm.rollout_correction`) or SkyRL "
-                f"(`trainer.algorithm`), and none of TRL's `{PREFIX_OF_TRL}*`{of_others}"
+                "it has no settings of verl (`actor_rollout_ref`, `algorithm.rollout_correction`), and none of TRL's "
+                f"`{PREFIX_OF_TRL}*`{of_others}"
             )
         warn("verl does not correct without `algorithm.rollout_correction`, so that correction is off here as well.")
         section = None
     return with_divergence(from_verl(section), others), others
 
 
+def is_skyrl(settings: Mapping[str, object]) -> bool:
+    """`True` for dotted names of SkyRL."""
+    return any(name.startswith("trainer.algorithm.") for name in settings)
+
+
+def refuse_skyrl(settings: Mapping[str, object]) -> None:
+    """Raise a `ValueError` of one line for dotted names of SkyRL."""
+    if is_skyrl(settings):
+        raise ValueError(
+            "settings of SkyRL (`trainer.algorithm`) are not translated. A table says what to write for each: "
+            "`trl-rollout-corr docs verl#coming-from-skyrl`"
+        )
+
+
 def estimator_of(settings: Mapping[str, Any]) -> str | None:
-    """The trainer that verl's or SkyRL's estimator of the advantage tells; `None` without one of TRL's."""
+    """The trainer that verl's estimator of the advantage tells; `None` without one of TRL's."""
     values = [str(x) for name, x in leaves(settings) if counterpart(name) == "algorithm.adv_estimator"]
     return values[0] if values and values[0] in TRAINERS else None
 

@@ -16,7 +16,7 @@ _PYTHON = re.compile(r"^#!.*python|^import \w|^from [\w.]+ import ", re.MULTILIN
 _SHELL = re.compile(r"^#!.*sh\b|^\s*(export )?\+{0,2}[\w.]+=\S|verl\.trainer", re.MULTILINE)
 # The command of a script that starts the training, such as `python3 -m verl.trainer.main_ppo`
 _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
-# Settings of the form that verl and SkyRL read
+# Settings of the form that verl reads
 _KEYS_IN_SCRIPT = re.compile(
     r"verl|skyrl|\brollout_(?:is|rs|correction)\b|(?<![-\w])[+~]{0,2}[a-z]\w*\.[\w.]+=", re.IGNORECASE
 )
@@ -96,9 +96,7 @@ def _about_script(text: str) -> str:
     if not _KEYS_IN_SCRIPT.search(text):
         options = suspicious_options(re.findall(r"--[\w.-]+", text))
         about = f" {about_options(options)}" if options else ""
-        return (
-            f"This is a shell script without settings of verl or SkyRL, such as `algorithm.adv_estimator=grpo`.{about}"
-        )
+        return f"This is a shell script without settings of verl, such as `algorithm.adv_estimator=grpo`.{about}"
     started = _STARTS.search(text)
     command = f"`{' '.join(started[0].split())}`" if started else "the command that is given the settings"
     return (
@@ -113,10 +111,11 @@ def about_options(options: list[str]) -> str:
     written = "; ".join(f"`--{name}` is {field}" for name, field in known.items())
     of_known = f" In slime and miles, {written}." if known else ""
     if any("advantage.is_correction" in option for option in options):
-        of_known = " `trl-rollout-corr docs openrlhf` says what OpenRLHF's options are here."
+        place = "verl#coming-from-openrlhf-slime-or-another-trainer"
+        of_known = f" `trl-rollout-corr docs {place}` says what OpenRLHF's options are here."
     named = ", ".join(f"`{option}`" for option in options)
     return (
-        f"{named} {'is' if len(options) == 1 else 'are'} not translated: `convert` reads verl, SkyRL, TRL and Axolotl."
+        f"{named} {'is' if len(options) == 1 else 'are'} not translated: `convert` reads verl, TRL and Axolotl."
         f"{of_known} Write the fields into a YAML file, or choose a preset (`trl-rollout-corr docs choosing`)."
     )
 

@@ -12,10 +12,9 @@ from ...settings.resolve import FIELDS
 from ...settings.trl_correction import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import to_trl
-from .dotted_settings import ONLY_VERL, estimator_of, read_verl
+from .dotted_settings import ONLY_VERL, estimator_of, read_verl, refuse_skyrl
 from .own_settings import tell_effects
 from .setting_files import leaves, read_document, read_yaml
-from .skyrl import from_skyrl, is_skyrl
 from .trl import from_trl
 from .verl import NOT_SET, split_verl
 
@@ -105,8 +104,9 @@ def _convert_for(
 ) -> str:
     """
     The YAML of TRL, or of Axolotl with TRL's fields below `trl`, plus the line that keeps TRL's own correction, or the
-    fields for a section of verl or SkyRL in it, which is removed. Comments and all other lines stay.
+    fields for a section of verl in it, which is removed. Comments and all other lines stay.
     """
+    refuse_skyrl(dict(leaves(content)))
     sections = _foreign_sections(content)
     if ours := _own_fields(sections, content):
         warn(
@@ -131,13 +131,11 @@ def _convert_for(
 
 
 def _own_fields(sections: list[str], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of this package in a file. Raises an error if sections of verl or SkyRL stand beside them."""
+    """Fields of this package in a file. Raises an error if sections of verl stand beside them."""
     ours = {name: value for name, value in content.items() if name in FIELDS and name not in sections}
     if ours and sections:
         name, value = next(iter(ours.items()))
-        raise SettingError(
-            name, value, f"beside `{sections[0]}`, a section of verl or SkyRL", remedy="Remove one of the two."
-        )
+        raise SettingError(name, value, f"beside `{sections[0]}`, a section of verl", remedy="Remove one of the two.")
     return ours
 
 
@@ -164,7 +162,7 @@ def _edited(
     text: str, node: yaml.Node | None, sections: list[str], new: Mapping[str, Any], plugins: list[object]
 ) -> str:
     """
-    The text of a file without the lines of its sections of verl or SkyRL, and with lines of new fields and plugins.
+    The text of a file without the lines of its sections of verl, and with lines of new fields and plugins.
     """
     text = _without_lines(text, node, sections)
     lines = yaml_lines(new)
@@ -197,13 +195,12 @@ def _trainer_of(of_trl: Mapping[str, Any]) -> str | None:
 
 
 def _foreign_sections(content: Mapping[str, Any]) -> list[str]:
-    """Names of the sections of verl or SkyRL in a file of TRL that have settings of a correction."""
+    """Names of the sections of verl in a file of TRL that have settings of a correction."""
     found = []
-    for name in ("rollout_correction", "algorithm", "actor_rollout_ref", "trainer"):
+    for name in ("rollout_correction", "algorithm", "actor_rollout_ref"):
         if isinstance(content.get(name), Mapping):
-            inside = dict(leaves({name: content[name]}))
-            section = split_verl(inside)[0] if name != "trainer" else NOT_SET
-            if section is not NOT_SET or is_skyrl(inside) or name == "actor_rollout_ref":
+            section = split_verl(dict(leaves({name: content[name]})))[0]
+            if section is not NOT_SET or name == "actor_rollout_ref":
                 found.append(name)
     return found
 
@@ -212,22 +209,21 @@ def _translate(
     sections: Mapping[str, Any], kept: Mapping[str, Any], trainer: str
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """
-    Fields for sections of verl or SkyRL, and fields of TRL's `trainer` for their other settings that the rest of the
+    Fields for sections of verl, and fields of TRL's `trainer` for their other settings that the rest of the
     file lacks.
     """
     settings = dict(leaves(sections))
-    fields, others = from_skyrl(settings) if is_skyrl(settings) else read_verl(settings, ONLY_VERL)
+    fields, others = read_verl(settings, ONLY_VERL)
     added = to_trl(others, trainer)
     for name in added.keys() & kept.keys():
         value = added.pop(name)
         if value != kept[name]:
             warn(
-                f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl or SkyRL, which is left "
-                "out.",
+                f"`{name}` is {kept[name]!r} in the file, and {value!r} in a section of verl, which is left out.",
                 name,
             )
     named = ", ".join(f"`{name}`" for name in sections)
-    warn(f"{named}: this section of verl or SkyRL, which no trainer of TRL reads, is translated and removed.")
+    warn(f"{named}: this section of verl, which no trainer of TRL reads, is translated and removed.")
     return fields, added
 
 
