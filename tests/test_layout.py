@@ -103,7 +103,6 @@ TOOLS = {
     "tools": [
         "formats",
         "recipes",
-        "document_search",
         "documents",
         "engine_checks",
         "bands",
@@ -210,7 +209,6 @@ WITHOUT_TORCH = [
     *names({room: LEAVES[room] for room in ("", "settings")}),
     "tools.formats",
     "tools.recipes",
-    "tools.document_search",
     "tools.documents",
     "tools.bands",
     "tools.run_facts",

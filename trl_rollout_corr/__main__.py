@@ -237,14 +237,14 @@ def _add_recipes(commands: _Commands) -> None:
 def _add_docs(commands: _Commands) -> None:
     command = commands.add_parser(
         "docs",
-        help="print a document, or what answers a question in all of them, or list them",
-        description="Print a document or one of its sections. For any other words, print the one or two sections that "
-        "answer them best, and list others. Without a name, list all documents.",
+        help="print a document, or the section of them with some words, or list them",
+        description="Print a document or one of its sections. For any other words, print a section that has all of "
+        "them, in its heading if there is one, and list others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",
         nargs="*",
-        help="a document such as debugging, a section such as alarms#k3_high, or a question in words",
+        help="a document such as debugging, a section such as alarms#k3_high, or words of a section",
     )
     command.set_defaults(run=_docs, subject="name")
 

@@ -5,16 +5,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from textwrap import shorten
 
 from ..messages import SelfContainedError, nearest
-from .document_search import Index, PageSection
 from .recipes import source
 
 
-# Sections that a search prints, from a score of this share of the best one, and lists below them
-_PRINTED, _ALMOST_BEST = 2, 0.7
-_LISTED, _WORTH_LISTING = 8, 0.1
+_LISTED = 12  # sections below the one that a search prints
 # Words that a reader types, below the heading of a section with other words: `<!-- keywords: wandb, dashboard -->`
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->")
 
@@ -31,8 +27,8 @@ def pages() -> dict[str, Path]:
 
 def document(name: str | None = None) -> str:
     """
-    Text of a page, of a section (`page#section`), or of the sections that answer other words best; by default a list
-    of all pages.
+    Text of a page, of a section (`page#section`), or of a section with all of some words; by default a list of all
+    pages.
     """
     paths = pages()
     if name is None:
@@ -44,9 +40,9 @@ def document(name: str | None = None) -> str:
         return _section(text, page, section) if section else text
     if not section and not _misspells_a_page(name, paths) and (found := _found(name, paths)):
         return found
+    words = "" if section else ", and no section all of these words"
     raise SelfContainedError(
-        f"`docs {name}`: no document has this name{'' if section else ' or contains it'}.{nearest(page, paths)} "
-        "`trl-rollout-corr docs` lists them."
+        f"`docs {name}`: no document has this name{words}.{nearest(page, paths)} `trl-rollout-corr docs` lists them."
     )
 
 
@@ -67,34 +63,23 @@ def _misspells_a_page(name: str, paths: dict[str, Path]) -> bool:
 
 
 def _found(question: str, paths: dict[str, Path]) -> str:
-    """The sections that answer a question best, and the first fitting line of others; empty if no word is known."""
-    found, unknown = Index(_searched(paths)).search(question)
-    if not found:
-        return ""
-    best = found[0].score
-    printed = [section for section in found[:_PRINTED] if section.score >= _ALMOST_BEST * best]
-    listed = [section for section in found if section.score >= _WORTH_LISTING * best and section not in printed]
-    without = f"Without {'it' if len(unknown) == 1 else 'them'}"
-    note = f"No document contains {', '.join(f'`{word}`' for word in unknown)}. {without}:\n\n" if unknown else ""
-    texts = [f"docs {section.name}\n\n{document(section.name).rstrip()}\n\n" for section in printed]
-    rest = [
-        f"docs {section.name}\n    {shorten(section.line, 110, placeholder=' ...')}\n" for section in listed[:_LISTED]
-    ]
-    return "".join([note, *texts, *rest])
-
-
-def _searched(paths: dict[str, Path]) -> Iterator[PageSection]:
-    """All sections of the English pages, with what a search reads of them."""
+    """
+    The first section of the English pages with all words of a question, and the names of others; empty if there is
+    none. Those come first that have the words in their heading or keywords.
+    """
+    words = question.lower().split()
+    found: dict[bool, list[str]] = {True: [], False: []}
     for page, path in paths.items():
-        if "." in page:  # another language
-            continue
-        lines = path.read_text(encoding="utf-8").splitlines()
-        title = lines[0].removeprefix("# ")
-        for (first, anchor, _), (last, *_) in pairwise([*sections("\n".join(lines)), (len(lines), "", 0)]):
-            text = "\n".join(lines[first:last])
-            keywords = ", ".join(_KEYWORDS.findall(text))
-            heading = lines[first].lstrip("# ")
-            yield PageSection(f"{page}#{anchor}", heading, keywords, f"{page} {title}", _without_comments(text))
+        text = "" if "." in page else path.read_text(encoding="utf-8")  # another language
+        lines = text.splitlines()
+        for (first, anchor, _), (last, *_) in pairwise([*sections(text), (len(lines), "", 0)]):
+            inside = "\n".join(lines[first:last]).lower()
+            title = f"{page} {lines[first]} {_KEYWORDS.findall(inside)}".lower()
+            if all(word in inside for word in words):
+                found[all(word in title for word in words)].append(f"{page}#{anchor}")
+    best, *others = [*found[True], *found[False], ""]
+    listed = "".join(f"docs {name}\n" for name in others[:_LISTED] if name)
+    return best and f"docs {best}\n\n{document(best).rstrip()}\n\n{listed}"
 
 
 def _list(paths: dict[str, Path]) -> str:
