@@ -1,19 +1,18 @@
-"""The tokens that lose their gradient, on the page: tables by text, the sentence about a few texts, and single completions."""
+"""The tokens that lose their gradient, on the page: tables by text, and single completions."""
 
 import dataclasses
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from tests.dumps import WORDS, make_dump, read_dump
-from tests.test_report import Page, write
+from tests.test_report import write
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
 from trl_rollout_corr.tools.report import html_page
-from trl_rollout_corr.tools.report.token_tables import Example, LostTable, LostText, few_texts, find_lost
+from trl_rollout_corr.tools.report.token_tables import find_lost
 
 
 TRUNCATED = {
@@ -88,117 +87,6 @@ def test_the_text_says_what_the_tables_mean(tmp_path, settings, note):
 def full(settings):
     """All fields of a configuration, as a dump holds them."""
     return dataclasses.asdict(RolloutCorrectionConfig(**settings))
-
-
-# A few texts --------------------------------------------------------------------------------------------------------------
-
-
-def planted(folder, *, advantage, train, rollout, each=1, rows=40, sampled=True, settings=None, age=2):
-    """
-    A dump without corrections, but for the rejected tag in some completions, `each` times, and single other tokens. All
-    completions are of weights of this age.
-    """
-    content = read_dump(make_dump(folder / "made", steps=1, rows=rows, broken=0, tools=False, worst=0, sampled=rows))
-    for number, row in enumerate(content.rows):
-        n = len(row["tokens"])
-        row |= {"advantage": advantage, "sampled": sampled, "worst": not sampled, "staleness": age}
-        row |= {"keep": [True] * n, "coefficients": [1.0] * n, "weights": [1.0] * n}
-        tags = [*range(each)] if number < 36 else []
-        for i in [*tags, *([n - 1] if number % 4 == 0 else [])]:
-            row["keep"][i], row["coefficients"][i] = False, 0.0
-            row["train_logps"][i], row["rollout_logps"][i] = math.log(train), math.log(rollout)
-        for i in tags:
-            row["tokens"][i], row["token_ids"][i] = WORDS[TAG], TAG
-    write_rows(folder / "dump", 1, 0, content.rows, full(settings or AUTO))
-    return folder / "dump"
-
-
-def test_a_format_that_the_correction_holds_back_is_named_first(tmp_path):
-    folder = planted(tmp_path, advantage=0.7, train=0.8, rollout=0.6)
-    page = Page(write(folder, tmp_path / "report.html"))
-    banner = page.text.partition("Diagnosis")[0]
-    assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
-    assert "has already risen from 0.6 under the sampler to 0.8" in banner
-    assert (
-        "If they belong to a format that must be learned, raise the bound of token_tv in rollout_rs_threshold (now 0.2), or "
-        "push the model weights to the sampler more often."
-    ) in banner
-    assert "A dump cannot tell" in banner
-
-
-@pytest.mark.parametrize("age", [0, None])
-def test_no_push_is_advised_where_the_weights_were_equal(tmp_path, age):
-    """Then the two sides compute the tokens differently. Where the age is unknown, a push may help."""
-    folder = planted(tmp_path, advantage=0.7, train=0.8, rollout=0.6, age=age)
-    banner = Page(write(folder, tmp_path / "report.html")).text.partition("Diagnosis")[0]
-    assert "of the 46 rejected tokens with a positive advantage are ␣<b>, but only" in banner
-    equal = "is 0.6 under the sampler and 0.8 under the trainer, although both had the same weights, so that no push"
-    assert (equal in banner) == (age == 0)
-    for other in ("newer model weights", "more often", "raise the bound"):
-        assert (other in banner) == (age is None)
-
-
-def test_the_bound_of_the_sign_is_named(tmp_path):
-    settings = {**AUTO, "rollout_rs_threshold": [[0.05, 0.1], [0.001, math.inf]]}
-    folder = planted(tmp_path, advantage=-0.7, train=0.2, rollout=0.6, settings=settings)
-    banner = Page(write(folder, tmp_path / "report.html")).text.partition("Diagnosis")[0]
-    assert "of the 46 rejected tokens with a negative advantage are" in banner
-    assert "has already fallen from 0.6 under the sampler to 0.2" in banner
-    assert (
-        "If they must be unlearned faster, raise the bound of token_tv in rollout_rs_threshold (now 0.05), or"
-        in banner
-    )
-
-
-@pytest.mark.parametrize(
-    ("advantage", "train", "rollout", "told"),
-    [
-        (0.7, 0.002, 0.9, "less likely than the sampler did, although their completions were better than average"),
-        (-0.7, 0.9, 0.002, "more likely than the sampler did, although their completions were worse than average"),
-    ],
-)
-def test_a_move_against_the_advantage_gets_another_remedy(tmp_path, advantage, train, rollout, told):
-    folder = planted(tmp_path, advantage=advantage, train=train, rollout=rollout)
-    page = Page(write(folder, tmp_path / "report.html"))
-    moved = f"went from {rollout} under the sampler to {train}, against the advantage: the trainer finds them {told}."
-    assert moved in page.text
-    assert "raise the bound" not in page.text
-
-
-@pytest.mark.parametrize("fields", [{"rows": 20}, {"sampled": False}])
-def test_few_rejections_and_the_worst_completions_prove_nothing(tmp_path, fields):
-    folder = planted(tmp_path, advantage=0.7, train=0.8, rollout=0.6, **fields)
-    assert "rejected tokens with a positive advantage are" not in Page(write(folder, tmp_path / "report.html")).text
-
-
-def drawn_table(rng, vocabulary, n, heterogeneity, of_tag=0.0):
-    """A table of `n` rejected tokens over a vocabulary, whose texts differ in how often they are rejected."""
-    occurs = rng.dirichlet(np.ones(vocabulary) * 20)
-    rejected = occurs * np.exp(heterogeneity * rng.standard_normal(vocabulary))
-    rejected = rejected / rejected.sum() * (1 - of_tag)
-    rejected[0] += of_tag
-    times = rng.multinomial(n, rejected)
-    rows = [
-        LostText(Example(str(i), "", ""), int(times[i]), int(times[i]), times[i] / n, occurs[i], 0.8, 0.6)
-        for i in np.argsort(-times)[:12]
-    ]
-    return LostTable("positive", n, 10000, n, rows)
-
-
-@pytest.mark.parametrize(("vocabulary", "heterogeneity"), [(10, 0.5), (16, 0.7), (300, 0.7)])
-def test_chance_names_no_text(vocabulary, heterogeneity):
-    rng = np.random.default_rng(0)
-    named = [bool(few_texts(drawn_table(rng, vocabulary, 30, heterogeneity))) for _ in range(400)]
-    assert sum(named) < 20
-    for n in (30, 100):
-        rows = [few_texts(drawn_table(rng, vocabulary, n, heterogeneity, of_tag=0.7)) for _ in range(100)]
-        assert sum([row.example.text for row in found] == ["0"] for found in rows) > 90
-
-
-def test_one_broken_completion_is_not_a_pattern():
-    table = drawn_table(np.random.default_rng(0), 16, 100, 0.5, of_tag=0.8)
-    assert few_texts(table)
-    assert not few_texts(table._replace(rows=[row._replace(completions=1) for row in table.rows]))
 
 
 # Single completions -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from .examples import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
 from .page import Banner, Card, Page, Section
-from .token_tables import Lost, concentration, find_lost, find_worst
+from .token_tables import Lost, find_lost, find_worst
 
 
 def compose(runs: Sequence[Facts]) -> Page:
@@ -38,7 +38,6 @@ def compose(runs: Sequence[Facts]) -> Page:
         sections = [_diagnosis(one), *sections, _settings(one), more_trends(one), rejected(one)]
         if one.run.dump and (sequences := one.run.dump.sequences):
             lost = find_lost(sequences, settings)
-            banners = [banner._replace(spot=concentration(lost, settings)) for banner in banners]
             sections += _tokens(sequences, lost, settings)
             sections.append(Section("worst", "The worst tokens", worst=find_worst(sequences)))
     return Page(title, banners, [section for section in sections if section is not None])

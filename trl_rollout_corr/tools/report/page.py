@@ -60,8 +60,7 @@ class Section(NamedTuple):
 
 class Banner(NamedTuple):
     """
-    The state of a run in a word and in a sentence, its main numbers, facts (labels and values), damaged parts, and a
-    sentence about texts that cause most rejections.
+    The state of a run in a word and in a sentence, its main numbers, facts (labels and values), and damaged parts.
     """
 
     title: str
@@ -71,7 +70,6 @@ class Banner(NamedTuple):
     numbers: Sequence[Card]
     about: Sequence[tuple[str, str]]
     damage: Sequence[str]
-    spot: str = ""
 
 
 class Page(NamedTuple):

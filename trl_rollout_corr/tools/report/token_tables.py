@@ -9,7 +9,7 @@ import pandas as pd
 
 from ...settings.resolve import Settings
 from ..dump.sequences import Sequences
-from ..formats import number, percent
+from ..formats import percent
 
 
 _ROWS = 12  # of a table of lost tokens
@@ -18,11 +18,6 @@ _WORST = 20  # rows of the table of the worst tokens
 _AMONG = (200, 2000)
 _PER_COMPLETION = 3  # rows at most, so that one broken completion does not hide the others
 _AROUND = 6  # tokens of context on either side
-# The page begins with the texts that cause most rejections: at most `_FEW` texts, with at least the share `_MOST`
-# together. Each of them is rejected `_TIMES` as often as its share of all tokens explains, which a frequent text
-# cannot reach, and in `_COMPLETIONS` completions, so that one broken completion does not count. Fewer than `_TOKENS`
-# rejected tokens prove nothing. `tests/test_lost_tokens.py` draws such tables at random.
-_FEW, _MOST, _TIMES, _COMPLETIONS, _TOKENS = 5, 0.5, 3.0, 5, 30
 
 
 class Example(NamedTuple):
@@ -74,7 +69,6 @@ class LostTable(NamedTuple):
     tokens: int  # of this sign
     completions: int  # with a rejected token
     rows: list[LostText]
-    fresh: bool = False  # True if sampler and trainer are known to have had the same weights in all these completions
 
 
 class Lost(NamedTuple):
@@ -176,85 +170,7 @@ def _table(sequences: Sequences, sign: str, here: np.ndarray) -> LostTable | Non
         example = example._replace(text=example.text or f"#{text.Index}")
         share, occurs = text.times / len(places), np.count_nonzero(all_ids == text.Index) / len(all_ids)
         rows.append(LostText(example, text.times, text.completions, share, occurs, text.train, text.rollout))
-    fresh = bool(sequences.is_fresh[tokens["row"].to_numpy()].all())
-    return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows, fresh)
-
-
-# Texts that cause most rejections ------------------------------------------------------------------------------------
-
-
-def concentration(lost: Lost, settings: Settings | None) -> str:
-    """Sentences about a few texts that cause most rejections, and a remedy; empty without such texts."""
-    if not lost.drawn:
-        return ""
-    found = [(table, rows) for table in lost.tables if (rows := few_texts(table))]
-    return " ".join(_sentences(table, rows, settings, lost.completions) for table, rows in found)
-
-
-def few_texts(table: LostTable) -> list[LostText]:
-    """The fewest texts with most rejections of a table, without merely frequent ones; empty if none exist."""
-    if table.rejected < _TOKENS:
-        return []
-    rows = [row for row in table.rows if row.share >= _TIMES * row.occurs and row.completions >= _COMPLETIONS][:_FEW]
-    shares = np.cumsum([row.share for row in rows])
-    enough = np.flatnonzero(shares >= _MOST)
-    return rows[: int(enough[0]) + 1] if enough.size else []
-
-
-def _sentences(table: LostTable, rows: list[LostText], settings: Settings | None, completions: int) -> str:
-    of_all, occurs = sum(row.share for row in rows), sum(row.occurs for row in rows)
-    times = [row.times for row in rows]
-    train, rollout = (
-        float(np.average(means, weights=times))
-        for means in ([row.train for row in rows], [row.rollout for row in rows])
-    )
-    names = [f"`{in_line(row.example.text)}`" for row in rows]
-    texts = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    return (
-        f"{percent(round(of_all, 2))} of the {table.rejected:,} rejected tokens with a {table.sign} advantage are "
-        f"{texts}, but only {percent(round(occurs, 3))} of all tokens with such an advantage ({completions:,} "
-        f"completions). {_how_they_moved(table, settings, rollout, train)}"
-    )
-
-
-def _how_they_moved(table: LostTable, settings: Settings | None, rollout: float, train: float) -> str:
-    """Sentences on the mean probability of rejected tokens in sampler and trainer, and what to do about it."""
-    positive = table.sign == "positive"
-    moved = f"from {number(rollout, 2)} under the sampler to {number(train, 2)}"
-    if (train > rollout) != positive:
-        return (
-            f"Their mean probability went {moved}, against the advantage: the trainer finds them "
-            f"{'less' if positive else 'more'} likely than the sampler did, although their completions were "
-            f"{'better' if positive else 'worse'} than average. Look for the cause with `trl-rollout-corr diagnose` "
-            "before you change a bound."
-        )
-    if table.fresh:
-        return (
-            f"Their mean probability is {number(rollout, 2)} under the sampler and {number(train, 2)} under the "
-            "trainer, although both had the same weights, so that no push changes it: the two compute these tokens "
-            "differently, and the correction does not push them further. Look for the cause with `trl-rollout-corr "
-            "diagnose` before you change a bound."
-        )
-    learn = "belong to a format that must be learned" if positive else "must be unlearned faster"
-    return (
-        f"Their mean probability has already {'risen' if positive else 'fallen'} {moved}, and the correction does "
-        "not push it further until the sampler has newer model weights. A dump cannot tell whether that slows "
-        f"learning. If they {learn}, {_wider(settings, positive)}push the model weights to the sampler more often."
-    )
-
-
-def _wider(settings: Settings | None, positive: bool) -> str:
-    """The remedy that widens the bound for a sign of the advantage, as the beginning of a sentence."""
-    for criterion in settings.criteria if settings else ():
-        if criterion.directed:
-            bound = criterion.upper if positive else -criterion.lower
-            return f"raise the bound of `{criterion.name}` in `rollout_rs_threshold` (now {number(bound)}), or "
-    return "widen `rollout_rs_threshold`, or " if settings and settings.criteria else ""
-
-
-def in_line(text: str) -> str:
-    """The text of a token for a sentence, with visible spaces and line ends, and backticks that do not mean code."""
-    return text.replace("`", "\u02cb").replace("\n", "\u21b5").replace(" ", "\u2423")
+    return LostTable(sign, len(places), len(all_ids), tokens["row"].nunique(), rows)
 
 
 def percent_of(share: float) -> str:
