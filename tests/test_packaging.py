@@ -71,7 +71,9 @@ def test_recipes_are_written_out_once(tmp_path, capsys):
 
 
 def test_what_it_says_next_exists(tmp_path):
-    for path in re.findall(r"(?:recipes|examples)/\S+\.\w+", write_recipes(tmp_path)):
+    found = re.findall(r"(?:recipes|examples)/\S+\.\w+", write_recipes(tmp_path))
+    assert found
+    for path in found:
         assert (tmp_path / path).exists()
 
 
