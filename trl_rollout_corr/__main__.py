@@ -193,8 +193,8 @@ def _add_probe(commands: _Commands) -> None:
     command = commands.add_parser(
         "probe",
         help="diagnose a model and its sampler before training, from a few completions",
-        description="Build the trainer and the sampler of a run, sample and score a few completions, split the gap "
-        "into its parts, and try settings, without training. All options of the run may be added, such as "
+        description="Build the trainer and the sampler of a run, sample and score a few completions, and split "
+        "the gap into its parts, without training. All options of the run may be added, such as "
         "--temperature 0.7. Exit code 0: there is nothing to do, 1: there is something to do or to find out, 2: the "
         "input cannot be used.",
         allow_abbrev=False,

@@ -243,28 +243,23 @@ def _in_effect(value: object, run: object) -> bool:
     return run is not ... and (run == value or not (run or value))  # 0, None and False all mean off
 
 
-def write_text(diagnosis: Diagnosis, *, remedies: bool = True) -> str:
-    """The diagnosis as text for a terminal. Without `remedies`, the caller gives the only answer."""
+def write_text(diagnosis: Diagnosis) -> str:
+    """The diagnosis as text for a terminal."""
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
         cause, (remedy, advised) = finding.cause, remedy_for(diagnosis, finding)
+        to_paste = {} if diagnosis.healthy else advised  # what is normal needs no setting
         lines += [
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
             f"   {sure(finding)}, {explains(finding)}",
             f"   Evidence: {evidence_in_words(finding)}.",
+            f"   What to do: {remedy}",
+            *(f"     {line}" for line in yaml_lines(to_paste).splitlines()),
         ]
-        if remedies:
-            to_paste = {} if diagnosis.healthy else advised  # what is normal needs no setting
-            lines += [f"   What to do: {remedy}", *(f"     {line}" for line in yaml_lines(to_paste).splitlines())]
-    if remedies:
-        decision = diagnosis.decision
-        lines += [
-            "",
-            f"Correction: {in_words(decision)}",
-            *(f"  {line}" for line in yaml_lines(decision.set).splitlines()),
-        ]
-    return "\n".join(lines) + "\n"
+    decision = diagnosis.decision
+    lines += ["", f"Correction: {in_words(decision)}"]
+    return "\n".join([*lines, *(f"  {line}" for line in yaml_lines(decision.set).splitlines())]) + "\n"
 
 
 def write_json(diagnosis: Diagnosis, more: Mapping[str, object] | None = None) -> str:

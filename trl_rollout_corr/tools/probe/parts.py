@@ -1,6 +1,5 @@
 """
-The parts of a gap, which add up to the whole, and settings that may make it smaller. It takes arrays of numpy and
-needs no TRL.
+The parts of a gap, which add up to the whole. It takes arrays of numpy and needs no TRL.
 
 A chain of configurations, each of which scores the same tokens, leads from trainer to sampler, and each step changes
 one thing. So the log-ratio `d` of a token is the sum of its steps, `d = sum_i d_i`, and its `k3 = exp(d) - 1 - d` is
@@ -14,21 +13,18 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from ...messages import capitalized
-from ..decision import in_words
 from ..diagnosis import DumpedTokens, diagnose
 from ..diagnosis.causes import BODY, CACHE, CAUSES, DROPOUT, HEAD, OPTIONS, PADDING, PUSH, QUANTISATION
 from ..diagnosis.measures import FLOOR, Evidence
 from ..diagnosis.observed import k3_of
 from ..diagnosis.ranking import Diagnosis, Finding
-from ..diagnosis.text import remedy_for
-from ..formats import number, percent, yaml_lines
+from ..formats import number, percent
 
 
 # Parts on which no cause acts
 MICRO_BATCH, KERNELS = "micro-batch of the trainer", "other modules and kernels of vLLM"
 DECODING, WHOLE = "decoding against prefill", "the whole"
-# Configurations of other processes that form a step of the chain, and settings to try
+# Configurations of other processes that form a step of the chain
 FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no quantisation in the sampler"
 EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by the engine's argument
 _PARTS = {name: cause.parts for name, cause in CAUSES.items() if cause.parts}
@@ -36,7 +32,6 @@ _PARTS = {name: cause.parts for name, cause in CAUSES.items() if cause.parts}
 # found
 SMALL, _LARGE = 0.2, 0.75
 LOW = ("bfloat16", "float16")
-_ALIKE = 1.2  # the fastest setting within this many times the smallest gap is taken
 
 
 class Side(StrEnum):
@@ -51,24 +46,13 @@ class Side(StrEnum):
     SAMPLED = "sampled"  # vLLM, when it sampled the tokens
 
 
-class Costs(TypedDict, total=False):
-    """Time and memory that a process needs."""
-
-    trainer: float  # seconds to score
-    sampler: float  # seconds to sample
-    weights: float  # bytes, of both sides
-
-
 class ProcessFacts(TypedDict):
     """Facts that a process knows about its run."""
 
-    costs: Costs
     observed: DumpedTokens | None  # by the process that sampled
     about: Mapping[str, str]
-    device: str
     options: Sequence[str]  # options of sampling that distort the log-probabilities
     engine_kwargs: Mapping[str, Any]
-    attention: str  # implementation in the trainer
 
 
 class Measured(NamedTuple):
@@ -87,29 +71,17 @@ class Part(NamedTuple):
     equal: float  # share of tokens that it leaves equal bit for bit
 
 
-class Trial(NamedTuple):
-    """One trial of settings."""
-
-    change: str
-    fields: Mapping[str, Any]  # on top of the run's own
-    k3: float  # nats
-    equal: float  # share of tokens that are bit-equal
-    trainer: float  # time to score, times that of the run
-    sampler: float  # time to sample, times that of the run
-    weights: float  # bytes, of both sides
-
-
 def eight_bits(engine: Mapping[str, Any]) -> list[str]:
     """Names of the arguments of an engine that set 8 bits."""
     return [name for name in EIGHT_BITS if engine.get(name) not in (None, "auto")]
 
 
-def chain_of(first: Measured, tried: Mapping[str, Measured | str]) -> list[tuple[str, np.ndarray | str]]:
+def chain_of(first: Measured, others: Mapping[str, Measured | str]) -> list[tuple[str, np.ndarray | str]]:
     """The part of each step of the chain, with the log-probabilities after it, or why there are none."""
     logps, facts = first
 
     def of(change: str, side: Side) -> np.ndarray | str:
-        scored = tried.get(change, tried.get(PLAIN, first))  # an untried configuration is the run's own
+        scored = others.get(change, others.get(PLAIN, first))  # a change that is missing here changes nothing
         return scored if isinstance(scored, str) else scored.logps.get(side, logps[side])
 
     steps: list[tuple[str, np.ndarray | str]] = [(DROPOUT, logps[Side.NO_DROPOUT])] if Side.NO_DROPOUT in logps else []
@@ -164,8 +136,8 @@ def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
     return found
 
 
-def write_parts(parts: Sequence[Part]) -> str:
-    """The parts as text for a terminal."""
+def write_parts(parts: Sequence[Part], left_out: Mapping[str, str]) -> str:
+    """The parts, and why changes were left out, as text for a terminal."""
     rows = [("part", "k3_kl", "+-", "share", "bit-equal")]
     for part in parts:
         share = percent(round(part.k3 / parts[-1].k3, 3)) if parts[-1].k3 else "-"
@@ -174,126 +146,23 @@ def write_parts(parts: Sequence[Part]) -> str:
     lines = ["", "Where the gap comes from: one change each on the way from the trainer to the sampler.", *table(rows)]
     if small:
         lines.append(f"In doubt, because larger parts hide or change a small one: {', '.join(small)}.")
+    lines += [f"Left out: {change}. {reason}" for change, reason in left_out.items()]
     return "\n".join([*lines, "Not measured: an adapter (a new one adds 0), older weights, and several ranks."]) + "\n"
 
 
-def candidates(facts: ProcessFacts, *, quick: bool) -> dict[str, dict[str, Any]]:
-    """Settings to try, by what they change. All of them drop the run's own 8 bits."""
-    own, about, on_cpu = facts["engine_kwargs"], facts["about"], facts["device"] == "cpu"
+def changes_for(facts: ProcessFacts) -> dict[str, dict[str, Any]]:
+    """Settings of the other steps of the chain, by what they change. All of them drop the run's own 8 bits."""
+    own, about = facts["engine_kwargs"], facts["about"]
     plain = {name: value for name, value in own.items() if name not in eight_bits(own)}
-
-    def engine(**kwargs: Any) -> dict[str, Any]:
-        return {"rollout_engine_kwargs": {**plain, **kwargs}}
-
+    changes: dict[str, dict[str, Any]] = {PLAIN: {"rollout_engine_kwargs": plain}} if plain != own else {}
     low = about["trainer_dtype"] in LOW
-    tried = {PLAIN: engine()} if plain != own else {}
     if low or about["sampler_dtype"] in LOW:
         whole = {"bf16": False, "fp16": False, "model_init_kwargs": {"dtype": "float32"}} if low else {}
-        half = {**whole, "fp16": True} if low else {}
         cast = {"cast_lm_head_to_fp32": True} if low else {}
-        tried[FLOAT32] = {**whole, **engine(dtype="float32")}
-        tried["float16 on both sides" if low else "sampler in float16"] = {**half, **engine(dtype="float16")}
-        tried[HEADS] = {**cast, **engine(hf_overrides={**own.get("hf_overrides", {}), "head_dtype": "float32"})}
-    if plain == own:
-        # it breaks a trainer in the same process, so the setting to paste needs a server
-        tried["a server with `--model-impl transformers`"] = {"vllm_mode": "server", "vllm_model_impl": "transformers"}
-    if quick:
-        return tried
-    for name in ("eager", "sdpa"):
-        if name != facts["attention"]:
-            tried[f"attention of the trainer: {name}"] = {"model_init_kwargs": {"attn_implementation": name}}
-    if not own.get("enforce_eager") and not on_cpu:
-        tried["sampler without graphs"] = engine(enforce_eager=True)
-    if plain == own:
-        tried["cache in fp8"] = engine(kv_cache_dtype="fp8")
-        tried["weights of the sampler in fp8"] = engine(quantization="fp8_per_channel" if on_cpu else "fp8")
-    return tried
-
-
-def judged(
-    first: Measured, changes: Mapping[str, Mapping[str, Any]], tried: Mapping[str, Measured | str]
-) -> list[Trial]:
-    """Trials of `changes` that were answered with scores and not with a reason, the smallest gap first."""
-    trials = []
-    for change, scored in {"nothing": first, **tried}.items():
-        if isinstance(scored, str):
-            continue
-        logps: Mapping[Side, np.ndarray] = {**first.logps, **scored.logps}
-        costs: Costs = {**first.facts["costs"], **scored.facts["costs"]}
-        d = (logps[Side.AS_IT_IS] - logps[Side.SAMPLER]).astype(np.float64)
-        d = d[np.isfinite(d)]
-        of_run = first.facts["costs"]
-        trainer, sampler = costs["trainer"] / of_run["trainer"], costs["sampler"] / of_run["sampler"]
-        gap, equal = float(k3_of(d).mean()), float((d == 0).mean())
-        trials.append(Trial(change, changes.get(change, {}), gap, equal, trainer, sampler, costs["weights"]))
-    return sorted(trials, key=lambda trial: (trial.k3, trial.trainer))
-
-
-def write_trials(trials: Sequence[Trial], left_out: Mapping[str, str]) -> str:
-    """The trials, and the reasons for leaving out others, as text for a terminal."""
-    rows: list[tuple[str, ...]] = [("changed", "k3_kl", "bit-equal", "trainer, time", "sampler, time", "weights, MiB")]
-    for t in trials:
-        times = [f"{x:.2g} x" for x in (t.trainer, t.sampler)]
-        rows.append((t.change, number(t.k3), percent(round(t.equal, 3)), *times, f"{t.weights / 2**20:,.0f}"))
-    lines = [
-        "",
-        "Settings that were tried: one change each. vLLM reads the same tokens as it reads a prompt.",
-        *table(rows),
-    ]
-    return "\n".join([*lines, *(f"Left out: {change}. {reason}" for change, reason in left_out.items())]) + "\n"
-
-
-# The answer ----------------------------------------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """The one thing to do, and the settings to paste, if any."""
-
-    share: float  # share of the gap that it acts on
-    text: str
-    advised: Mapping[str, Any]
-
-
-def answer_of(diagnosis: Diagnosis, trials: Sequence[Trial]) -> Answer:
-    """
-    The answer that removes most of the gap: the remedy of a cause, which acts on the cause's share, or the fastest of
-    the settings with the smallest measured gap. No remedy of a normal cause beats a tried setting.
-    """
-    best, gain = best_of(trials)
-    causes = [finding for finding in diagnosis.findings if not finding.cause.normal]
-    first = max(causes, key=lambda finding: finding.share, default=None)
-    if first is not None and first.share >= gain:
-        remedy, advised = remedy_for(diagnosis, first)
-        decision = diagnosis.decision
-        text = f"{capitalized(first.cause.title)} explains {_share(first.share)} of d^2. {remedy} {in_words(decision)}"
-        return Answer(first.share, text, {**advised, **decision.set})
-    if best is None:
-        nothing = "No setting that was tried makes the gap much smaller"
-        return Answer(0.0, f"{nothing}: leave them as they are." if diagnosis.healthy else f"{nothing}.", {})
-    smaller = f"{best.change}. It removes {_share(gain)} of k3_kl, and is the fastest setting that does."
-    healthy = "Nothing has to be done. For a smaller gap: " if diagnosis.healthy else ""
-    other = f" {capitalized(first.cause.title)} explains {_share(first.share)} only." if first is not None else ""
-    return Answer(gain, f"{healthy}{smaller}{other}", best.fields)
-
-
-def best_of(trials: Sequence[Trial]) -> tuple[Trial | None, float]:
-    """The fastest trial with about the smallest gap, or `None`, and the share of the gap that it removes."""
-    enough = max(_ALIKE * trials[0].k3, FLOOR**2 / 2)
-    small = [trial for trial in trials if trial.k3 <= enough]
-    (nothing,) = (trial for trial in trials if trial.change == "nothing")
-    if nothing in small:
-        return None, 0.0
-    best = min(small, key=lambda trial: trial.trainer * trial.sampler)
-    return best, 1 - best.k3 / nothing.k3
-
-
-def write_answer(answer: Answer) -> str:
-    """The answer as text for a terminal. Settings to paste come last, as YAML."""
-    return "\n".join(["", f"What to do: {answer.text}", yaml_lines(answer.advised)]).rstrip() + "\n"
-
-
-def _share(share: float) -> str:
-    return percent(round(share, 3))
+        heads = {"hf_overrides": {**own.get("hf_overrides", {}), "head_dtype": "float32"}}
+        changes[FLOAT32] = {**whole, "rollout_engine_kwargs": {**plain, "dtype": "float32"}}
+        changes[HEADS] = {**cast, "rollout_engine_kwargs": {**plain, **heads}}
+    return changes
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,7 +1,6 @@
 """
-The command `probe`: the diagnosis of a model and its sampler before any training, the parts of the gap, and settings
-to try. It needs no TRL, because each trainer with its sampler runs in a separate process
-(`trl_rollout_corr/tools/probe/process.py`).
+The command `probe`: the diagnosis of a model and its sampler before any training, and the parts of the gap. It needs
+no TRL, because each trainer with its sampler runs in a separate process (`trl_rollout_corr/tools/probe/process.py`).
 """
 
 import os
@@ -19,21 +18,7 @@ import torch
 
 from ...messages import progress
 from ..diagnosis.text import write_json, write_text
-from .parts import (
-    Answer,
-    Measured,
-    Side,
-    Trial,
-    answer_of,
-    candidates,
-    chain_of,
-    diagnose_parts,
-    judged,
-    split_gap,
-    write_answer,
-    write_parts,
-    write_trials,
-)
+from .parts import Measured, Side, chain_of, changes_for, diagnose_parts, split_gap, write_parts
 
 
 # Variables that vLLM reads at import: a small cache on a CPU, and the engine in the process of the trainer
@@ -46,44 +31,31 @@ _QUICK = {"completions": 8, "length": 32}
 
 def probe(run: Mapping[str, Any], *, as_json: bool = False) -> tuple[str, bool]:
     """
-    Start a trainer and its sampler as `run`, the arguments of the command, would. Returns the diagnosis and two tables
-    as text or JSON, and whether nothing needs to be done. Raises a `ValueError` of one line if anything is unusable.
+    Start a trainer and its sampler as `run`, the arguments of the command, would. Returns the diagnosis and the parts
+    of the gap as text or JSON, and whether nothing needs to be done. Raises a `ValueError` of one line if anything is
+    unusable.
     """
     request = {**run, **(_QUICK if run["quick"] else _SIZES)}
     request["completions"] = run["completions"] or request["completions"]
     with tempfile.TemporaryDirectory(prefix="rollout-probe-") as name:
         folder = Path(name)
         first = in_process("the run as it is", {**request, "changes": {}}, folder / "first")
-        changes = candidates(first.facts, quick=run["quick"])
-        tried: dict[str, Measured | str] = {}
+        changes = changes_for(first.facts)
+        others: dict[str, Measured | str] = {}
         for i, (change, fields) in enumerate(changes.items(), 1):
             more = {"changes": fields, "tokens": str(folder / "first" / "tokens.pt")}
             try:
-                tried[change] = in_process(f"{i} of {len(changes)}, {change}", {**request, **more}, folder / str(i))
+                others[change] = in_process(f"{i} of {len(changes)}, {change}", {**request, **more}, folder / str(i))
             except ValueError as error:
-                tried[change] = str(error)
-    parts = split_gap(first.logps[Side.AS_IT_IS], chain_of(first, tried))
-    trials, observed = judged(first, changes, tried), first.facts["observed"]
+                others[change] = str(error)
+    parts, observed = split_gap(first.logps[Side.AS_IT_IS], chain_of(first, others)), first.facts["observed"]
     assert observed is not None  # by the process that sampled
     diagnosis = diagnose_parts(observed, parts)
-    answer = answer_of(diagnosis, trials)
-    left_out = {change: reason for change, reason in tried.items() if isinstance(reason, str)}
+    left_out = {change: reason for change, reason in others.items() if isinstance(reason, str)}
     if as_json:
-        tables = {
-            "parts": [part._asdict() for part in parts],
-            "settings": [_document(trial) for trial in trials],
-            "left_out": left_out,
-            "answer": _document(answer),
-        }
+        tables = {"parts": [part._asdict() for part in parts], "left_out": left_out}
         return write_json(diagnosis, {**tables, "about": first.facts["about"]}), diagnosis.healthy
-    found = write_text(diagnosis, remedies=False)
-    return found + write_parts(parts) + write_trials(trials, left_out) + write_answer(answer), diagnosis.healthy
-
-
-def _document(record: Trial | Answer) -> dict[str, Any]:
-    """A record for JSON, where fields of a configuration are called `settings`, as by the other commands."""
-    names = {"fields": "settings", "advised": "settings"}
-    return {names.get(name, name): value for name, value in record._asdict().items()}
+    return write_text(diagnosis) + write_parts(parts, left_out), diagnosis.healthy
 
 
 def in_process(title: str, request: Mapping[str, Any], folder: Path) -> Measured:

@@ -4,7 +4,6 @@ They answer one request (`tools/probe/set_up.py`). The trainer need not score th
 all settings concern vLLM.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -25,12 +24,12 @@ from ..diagnosis import DumpedTokens
 from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host, tokens_of
 from ..dump.sequences import Sequences
-from .parts import Costs, Measured, ProcessFacts, Side
+from .parts import Measured, ProcessFacts, Side
 from .set_up import CONTINUED, Config, Trainer, build_trainer
 
 
 TrlBatch: TypeAlias = dict[str, torch.Tensor]
-OF_VLLM = {"rollout_engine_kwargs", "vllm_mode", "vllm_model_impl"}  # fields that the trainer does not read
+OF_VLLM = {"rollout_engine_kwargs"}  # fields that the trainer does not read
 
 
 class _Prepared(Exception):
@@ -102,42 +101,29 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
     """
     first = batches is None
     batches = probe.sample() if batches is None else batches
-    costs: Costs = {}
     scored = {Side.SAMPLED: [batch[ROLLOUT_LOGPS] for batch in batches]}
     if scoring:
-        of_trainer, costs["trainer"] = score_with_trainer(probe, batches, first=first)
-        scored |= of_trainer
+        scored |= score_with_trainer(probe, batches, first=first)
     logps = {side: flatten_tokens(batches, found) for side, found in scored.items()}
     llm, temperature = probe.trainer.vllm_generation.llm, probe.trainer.args.temperature
     if first:
         torch.save(batches, output / "tokens.pt")
-        logps[Side.PUSHED], _ = score_with_sampler(llm, batches, temperature)
+        logps[Side.PUSHED] = score_with_sampler(llm, batches, temperature)
         load_files(llm)
-    logps[Side.SAMPLER], costs["sampler"] = score_with_sampler(llm, batches, temperature)
-    costs["weights"] = bytes_of_weights(probe.trainer.model, llm)
+    logps[Side.SAMPLER] = score_with_sampler(llm, batches, temperature)
     observed = probe.observe(batches, scored[Side.AS_IT_IS], scored[Side.ALONE]) if first else None
     facts: ProcessFacts = {
-        "costs": costs,
         "observed": observed,
         "about": probe.about,
-        "device": probe.trainer.args.device.type,
         "options": [*distortions(vars(probe.run))],
         "engine_kwargs": probe.settings.rollout_engine_kwargs or {},
-        "attention": probe.trainer.model.config._attn_implementation,
     }
     return Measured(logps, facts)
 
 
-def score_with_trainer(
-    probe: Probe, batches: list[TrlBatch], *, first: bool
-) -> tuple[dict[Side, list[torch.Tensor]], float]:
-    """
-    Log-probabilities of the trainer, `(B, T)` per batch, and seconds to score once. Only the `first` process scores in
-    every way.
-    """
-    start = time.perf_counter()
+def score_with_trainer(probe: Probe, batches: list[TrlBatch], *, first: bool) -> dict[Side, list[torch.Tensor]]:
+    """Log-probabilities of the trainer, `(B, T)` per batch. Only the `first` process scores in every way."""
     scored = {Side.AS_IT_IS: probe.score(batches)}
-    seconds = time.perf_counter() - start
     model = probe.trainer.model_wrapped
     has_dropout = any(dropout_of(probe.trainer._bare(probe.trainer.model)))
     with evaluating(model) if has_dropout else nullcontext():
@@ -147,7 +133,7 @@ def score_with_trainer(
             rows = [split_tensor_dict(batch, len(batch["prompt_ids"])) for batch in batches]
             scored[Side.ONE_ROW] = [torch.cat(probe.score(batch)) for batch in rows]
         scored[Side.ALONE] = probe.score_alone(batches)
-    return scored, seconds
+    return scored
 
 
 def flatten_tokens(batches: list[TrlBatch], values: list[torch.Tensor]) -> np.ndarray:
@@ -164,16 +150,8 @@ def load_files(llm: Any) -> None:
     llm.reset_prefix_cache()
 
 
-def bytes_of_weights(model: Any, llm: Any) -> int:
-    """Bytes of the weights of both sides. vLLM's are computed, because it may keep packed weights elsewhere."""
-    config = llm.llm_engine.vllm_config.model_config
-    of_one = 1 if config.quantization else config.dtype.itemsize
-    of_vllm = model.num_parameters() * of_one
-    return int(of_vllm + sum(x.nbytes for x in model.parameters()))
-
-
-def score_with_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> tuple[np.ndarray, float]:
-    """Log-probabilities, `(N,)`, of tokens that the engine reads as prompt, and the seconds to continue."""
+def score_with_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> np.ndarray:
+    """Log-probabilities, `(N,)`, of tokens that the engine reads as prompt."""
     from vllm import SamplingParams
 
     model = llm.llm_engine.model_executor.driver_worker.get_model()
@@ -185,16 +163,15 @@ def score_with_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float
         ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         lengths = batch["completion_mask"].sum(1).tolist()
         tokens += [(row[mask.bool()].tolist(), n) for row, mask, n in zip(ids, masks, lengths, strict=True)]
-    params, start = SamplingParams(prompt_logprobs=0, max_tokens=CONTINUED, ignore_eos=True), time.perf_counter()
+    params = SamplingParams(prompt_logprobs=0, max_tokens=CONTINUED, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in tokens], params, use_tqdm=False)
-    seconds = time.perf_counter() - start
     del model.compute_logits
     logps = [
         given[token].logprob
         for (ids, n), output in zip(tokens, outputs, strict=True)
         for token, given in zip(ids[-n:], output.prompt_logprobs[-n:], strict=True)
     ]
-    return np.array(logps, np.float32), seconds
+    return np.array(logps, np.float32)
 
 
 def build(request: Mapping[str, Any]) -> Probe:

@@ -62,7 +62,7 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Set
         raise ValueError("`use_vllm` is False, so there is no sampler to probe. Set it to true.")
     if args.vllm_mode != "colocate":
         raise ValueError(
-            f"`vllm_mode` is {args.vllm_mode!r}, and a probe tries settings and sends weights, so it starts vLLM "
+            f"`vllm_mode` is {args.vllm_mode!r}, and a probe changes settings and sends weights, so it starts vLLM "
             "itself. Add `--vllm_mode colocate`, and the options of your server as `--rollout_engine_kwargs '{...}'`."
         )
     settings = args.settings
@@ -119,10 +119,9 @@ def shortened(args: Config, settings: Settings, completions: int, length: int, c
         "rollout_dump_dir": None,
         "rollout_diagnose": False,
     }
-    changed = {name: value for name, value in changes.items() if name != "vllm_mode"}  # a probe starts vLLM itself
     on_cpu = {"enforce_eager": True} if args.device.type == "cpu" else {}
     engine = changes.get("rollout_engine_kwargs", settings.rollout_engine_kwargs) or {}
-    wanted |= changed
+    wanted |= changes
     wanted["rollout_engine_kwargs"] = {**on_cpu, **engine} or None
     wanted["model_init_kwargs"] = {**(args.model_init_kwargs or {}), **changes.get("model_init_kwargs", {})}
     with warnings.catch_warnings():
