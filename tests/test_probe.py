@@ -292,7 +292,7 @@ def prompts_of(tmp_path, text):
         ),
         ("##\nmaybe\n", "turns a prompt into no tokens"),
         (" \n", "(`--prompts`) contains no line with text"),
-        ("# " * 60, "A prompt has 60 tokens"),
+        ("# " * 63, "A prompt has 63 tokens"),
     ],
 )
 def test_prompts_that_the_model_cannot_take_are_named_with_the_option(short_model, tmp_path, text, said):
@@ -313,7 +313,7 @@ def test_a_model_with_a_short_context_can_be_probed(short_model, tmp_path):
     probe = build(request(short_model, tmp_path, *options, **fields))
     assert probe.trainer.args.vllm_max_model_length == 64
     batches = probe.sample()
-    logps = score_with_sampler(probe.trainer.vllm_generation.llm, batches, 1.0)
+    logps = score_with_sampler(probe.trainer.vllm_generation, batches, 1.0)
     assert len(logps) == sum(int(batch["completion_mask"].sum()) for batch in batches)
 
 

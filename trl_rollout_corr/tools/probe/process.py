@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 from trl.trainer.utils import split_tensor_dict
 
+from ...pushes.colocated_engine import score_in_process
 from ...pushes.reloading import reload
 from ...settings.effects import distortions
 from ...settings.resolve import Settings
@@ -25,7 +26,7 @@ from ..dump.in_effect import settings_in_effect
 from ..dump.rows import make_row, on_host, tokens_of
 from ..dump.sequences import Sequences
 from .parts import Measured, ProcessFacts, Side
-from .set_up import CONTINUED, Config, Trainer, build_trainer
+from .set_up import Config, Trainer, build_trainer
 
 
 TrlBatch: TypeAlias = dict[str, torch.Tensor]
@@ -105,12 +106,12 @@ def run(probe: Probe, output: Path, batches: list[TrlBatch] | None = None, *, sc
     if scoring:
         scored |= score_with_trainer(probe, batches, first=first)
     logps = {side: flatten_tokens(batches, found) for side, found in scored.items()}
-    llm, temperature = probe.trainer.vllm_generation.llm, probe.trainer.args.temperature
+    generation, temperature = probe.trainer.vllm_generation, probe.trainer.args.temperature
     if first:
         torch.save(batches, output / "tokens.pt")
-        logps[Side.PUSHED] = score_with_sampler(llm, batches, temperature)
-        load_files(llm)
-    logps[Side.SAMPLER] = score_with_sampler(llm, batches, temperature)
+        logps[Side.PUSHED] = score_with_sampler(generation, batches, temperature)
+        load_files(generation.llm)
+    logps[Side.SAMPLER] = score_with_sampler(generation, batches, temperature)
     observed = probe.observe(batches, scored[Side.AS_IT_IS], scored[Side.ALONE]) if first else None
     facts: ProcessFacts = {
         "observed": observed,
@@ -150,28 +151,21 @@ def load_files(llm: Any) -> None:
     llm.reset_prefix_cache()
 
 
-def score_with_sampler(llm: Any, batches: Sequence[TrlBatch], temperature: float) -> np.ndarray:
-    """Log-probabilities, `(N,)`, of tokens that the engine reads as prompt."""
-    from vllm import SamplingParams
-
-    model = llm.llm_engine.model_executor.driver_worker.get_model()
+def score_with_sampler(generation: Any, batches: Sequence[TrlBatch], temperature: float) -> np.ndarray:
+    """Log-probabilities, `(N,)`, of tokens that TRL's engine reads as prompt."""
+    model = generation.llm.llm_engine.model_executor.driver_worker.get_model()
     plain = model.compute_logits
     # vLLM divides the logits of sampled tokens by the temperature, but not of given ones
     model.compute_logits = lambda *args, **kwargs: plain(*args, **kwargs).float() / temperature
-    tokens = []
+    texts: list[list[int]] = []
+    lengths: list[int] = []
     for batch in batches:
         ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-        lengths = batch["completion_mask"].sum(1).tolist()
-        tokens += [(row[mask.bool()].tolist(), n) for row, mask, n in zip(ids, masks, lengths, strict=True)]
-    params = SamplingParams(prompt_logprobs=0, max_tokens=CONTINUED, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in tokens], params, use_tqdm=False)
+        texts += [row[mask.bool()].tolist() for row, mask in zip(ids, masks, strict=True)]
+        lengths += batch["completion_mask"].sum(1).tolist()
+    found = score_in_process(generation, texts)
     del model.compute_logits
-    logps = [
-        given[token].logprob
-        for (ids, n), output in zip(tokens, outputs, strict=True)
-        for token, given in zip(ids[-n:], output.prompt_logprobs[-n:], strict=True)
-    ]
-    return np.array(logps, np.float32)
+    return np.array([x for logps, n in zip(found, lengths, strict=True) for x in logps[len(logps) - n :]], np.float32)
 
 
 def build(request: Mapping[str, Any]) -> Probe:
