@@ -474,6 +474,58 @@ def recent(results: Mapping[str, Any], *, again: bool) -> str:
     return judged("recent", own_cells, names, ["single", *RIVALS[:7]], falls, spread)
 
 
+def today(results: Mapping[str, Any], here: Sequence[Row], weighted: Collection[str]) -> str:
+    """
+    A line per half of today's `auto`, and one for both: `recent` where vLLM is behind and says so, and `single` elsewhere,
+    where the two are the same. Then the cells in which another correction is better. `here` are runs of the machine of E7,
+    which count in cells of which the archive has none. In cells that are `weighted`, whose sampler is old and says so, runs
+    of `single` do not count; the last line tells how many cells have only these.
+    """
+    rows = of_all_stages({**results, "true_age": {"rows": with_true_age(results)}})
+    archived = {(row["cell"], row["arm"]) for row in rows}
+    rows += [row for row in here if (row["cell"], row["arm"]) not in archived]
+    cells, spread = scores(rows), Spread([*of_all_stages(results), *here])
+    fell = {(row["cell"], row["arm"], row["seed"]): row["falls"] for row in rows}
+    halves = {
+        "recent": [cell for cell, by_arm in cells.items() if "recent" in by_arm],
+        "single": [
+            cell
+            for cell, by_arm in cells.items()
+            if {"single"} == {"single", "recent"} & {*by_arm} and cell not in weighted
+        ],
+    }
+    lines, totals = (
+        ["| where | arm | cells | runs | fell | cells in which another correction is better |", "| --- " * 6 + "|"],
+        [0, 0, 0],
+    )
+    losses: list[str] = []
+    where = {"recent": "vLLM is behind", "single": "its weights are the newest, or announced as such"}
+    for arm, found in halves.items():
+        worse = {
+            cell: against_rivals(cells[cell][arm], cells[cell], RIVALS[:7], partial(spread, cell, arm))[0]
+            for cell in found
+        }
+        lost = [f"`{cell}`: {others}" for cell, others in worse.items() if others != "none"]
+        runs = [fell[cell, arm, seed] for cell in found for seed in cells[cell][arm]]
+        counts = [len(found), len(runs), sum(runs)]
+        totals, losses = [x + y for x, y in zip(totals, counts, strict=True)], [*losses, *lost]
+        lines.append(f"| {where[arm]} | `{arm}` | {' | '.join(map(str, counts))} | {len(lost)} |")
+    lines.append(f"| both | | {' | '.join(map(str, totals))} | {len(losses)} |")
+    left = sum("single" in by_arm and "recent" not in by_arm and cell in weighted for cell, by_arm in cells.items())
+    listed = "\n".join(f"- {loss}" for loss in losses)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Another correction is better in:",
+            "",
+            listed,
+            "",
+            f"Cells with old weights that only `single` was trained in: {left}.",
+        ]
+    )
+
+
 def young(results: Mapping[str, Any]) -> str:
     """A line per cell with weights that are one or two steps old."""
     names = [REFERENCE, "none", "trl", "trl_preset", "trl_token_truncate", "trl_preset_token_truncate"]

@@ -192,7 +192,9 @@ def tables(results: Mapping[str, Any], of_one_machine: Sequence[Row] | None = No
     )
     announced = {run.cell.name for stage in STAGES.values() for run in stage() if run.sampler.get("announced")}
     weighted = {cell for cell in announced if "lost" not in cell}  # its pushes are announced, and the age is 0
-    parts["next"] = report.next_rule([row for row in rows if row["machine"] != OF_AGAIN], results, weighted)
+    others = [row for row in rows if row["machine"] != OF_AGAIN]
+    parts["today"] = report.today(results, others, weighted)
+    parts["next"] = report.next_rule(others, results, weighted)
     return parts
 
 
