@@ -80,7 +80,7 @@ def test_a_field_of_the_users_own_script_is_a_remark(check):
     code, report = check("judge_address: localhost\nuse_vllm: true\n")
     assert code == 0
     (remark,) = report["remarks"]
-    assert remark.startswith("`judge_address` is no field of the trainer or of TRL's scripts")
+    assert remark.startswith("`judge_address` is not a field of the trainer or of TRL's scripts")
 
 
 def test_warnings_of_the_configuration_are_remarks(check):
@@ -147,6 +147,11 @@ def test_a_file_without_a_correction_is_told_how_to_keep_the_loss(check):
         assert (says in check(f"use_vllm: true\n{named}")[1]["correction"]) == is_told, named
 
 
+def test_a_setting_with_two_names_is_told_once(check):
+    told = check("use_vllm: true\nvllm_importance_sampling_cap: 2.0\n")[1]["correction"]
+    assert told.startswith("trl (TRL's loss with your `vllm_importance_sampling_clip_max: 2.0`): ")
+
+
 def test_the_trainer_is_the_one_that_knows_the_fields(check):
     assert check("max_staleness: 4\n")[1]["trainer"] == "async_grpo"
 
@@ -159,9 +164,7 @@ def test_a_file_that_fits_trainers_with_other_corrections_is_left_open(check, re
     code, report = check(text)
     (remark,) = report["remarks"]
     assert (code, report["correction"]) == (0, "")
-    assert remark.startswith(
-        "The file fits grpo, rloo and async_grpo, which correct differently. Name its trainer with"
-    )
+    assert remark.startswith("This file fits GRPO, RLOO and asynchronous GRPO, which correct differently. Say which: ")
     for trainer, remarks in (("async_grpo", 0), ("grpo", 1)):
         code, report = check(text, "--trainer", trainer)
         assert (code, len(report["remarks"])) == (0, remarks)
@@ -287,7 +290,7 @@ def test_marks_of_direction_are_written_out(tmp_path, capsys):
     assert main(["check", str(path)]) == 1
     output = capsys.readouterr().out
     assert "`rollout_is\\u202e` is not a field" in output
-    assert "`abc\\ud800` is no field" in output
+    assert "`abc\\ud800` is not a field" in output
 
 
 SIGN = "Importing PyTorch, TRL and vLLM to read {} as the trainer would. This may take a minute or two.\n"
@@ -354,7 +357,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, text, message):
 def test_a_report_for_people_ends_with_the_correction(capsys):
     assert main(["check", str(ROOT / "recipes/grpo/token_is.yaml")]) == 0
     *_, verdict, correction = capsys.readouterr().out.splitlines()
-    assert verdict.endswith("token_is.yaml: no mistakes, read as settings of grpo (name another one with --trainer).")
+    others = "`--trainer rloo` or `--trainer async_grpo`"
+    assert verdict.endswith(f"token_is.yaml: no mistakes, read as settings of grpo. For another trainer: {others}.")
     assert correction.startswith("Correction: decoupled_token_is: ")
 
 

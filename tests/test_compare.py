@@ -241,7 +241,9 @@ def test_a_healthy_run_with_fresh_weights_is_left_as_it_is(tmp_path, trainer):
 
 
 def test_the_table_is_markdown_and_has_dashes_for_what_there_is_not(tmp_path):
-    first, _ = compare(make_dump(tmp_path, spread=3.0, gaussian=True, logs=False)).split("\nSpread")
+    first, _ = compare(make_dump(tmp_path, spread=3.0, gaussian=True, logs=False)).split(
+        "\nTypical log-ratio (spread s) "
+    )
     rows = [line for line in first.splitlines() if line.startswith("|")]
     assert len({len(row) for row in rows}) == 1
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}

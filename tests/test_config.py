@@ -433,6 +433,7 @@ def test_rejection_thresholds(criteria, written, parsed):
         ("token_k2", [0.5, 2.0], r"`rollout_rs_threshold` for `token_k2` must be one upper bound"),
         ("token_k3", 0.0, r"positive upper bound"),
         ("token_k3", "many", r"made of numbers, got 'many'"),
+        ("seq_max_k1", "0.0001_", r"is '0.0001_', which lacks a bound"),
         ("token_k3", True, r"made of numbers, got True"),
         ("token_tv", 1.5, r"`rollout_rs_threshold` for `token_tv` must be below 1"),
         (["token_k1", "token_k2", "token_k3"], [2.0, 0.1], r"one entry for each of the 3 criteria.*: 2 entries"),
@@ -664,6 +665,10 @@ AROUND_OLD = "PPO clips around the trainer's old policy"
             "auto: token importance weights (products of 16 ratios) while vLLM is behind, at most 1 for negative advantages "
             "and exactly 1 for positive ones. Tokens are rejected if the update would push them further out of a region of "
             "0.2 around vLLM's probability (token_tv), or if their ratio is below 0.001 (token_k1).",
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_stale_only": True},
+            f"while vLLM is behind, each token is weighted by its ratio (trainer to sampler), at most 2. {AROUND_OLD}.",
         ),
         (
             {"rollout_is": "token"},

@@ -644,10 +644,24 @@ def test_the_whole_yaml_of_trl_comes_back_with_its_comments(convert, text):
 @pytest.mark.parametrize("text", ["{use_vllm: true, vllm_importance_sampling_cap: 2.0}", f"---\n{FLAT}...\n"])
 def test_a_file_that_cannot_be_edited_is_written_anew(convert, text):
     written, said, output = convert(text)
-    assert written == {**yaml.safe_load(text), "rollout_correction": "trl"}
+    assert written == {**yaml.safe_load(text.replace("_cap:", "_clip_max:")), "rollout_correction": "trl"}
     assert "use_vllm: true\n" in output  # one setting in each line
     assert "without its comments" in said[-1]
     assert ["is an old name" in line for line in said[:-1]] == [True] * ("cap" in text)
+
+
+@pytest.mark.parametrize("section", ["", "trl:\n  "])
+def test_an_old_name_of_trl_becomes_the_new_one(convert, section):
+    """Of one file with both names, which TRL reads as the old one, nothing is guessed."""
+    line = "vllm_importance_sampling_cap: 2.0  # mine\n"
+    _, said, output = convert(f"learning_rate: 1e-6\n{section}{line}")
+    assert f"{section}{line.replace('_cap', '_clip_max')}" in output
+    assert "is an old name, which TRL 2 will remove" in said[0]
+    indent = section.partition("\n")[2]
+    both = f"learning_rate: 1e-6\n{section}{line}{indent}vllm_importance_sampling_clip_max: 2.5\n"
+    _, said, output = convert(both)
+    assert both in output
+    assert "acts in its place: remove one of them" in said[0]
 
 
 PLAIN = "# mine\nmodel_name_or_path: m\nlearning_rate: 1e-6  # small\nmax_completion_length: {}\n"
@@ -682,7 +696,7 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
     [
         ("top_p: 0.9\n", ["`top_p=0.9` changes the distribution"]),
         ("generation_kwargs: {min_p: 0.1}\n", ["`min_p=0.1` changes the distribution"]),
-        ("vllm_importance_sampling_cap: 2.0\n", ["write `vllm_importance_sampling_clip_max`"]),
+        ("vllm_importance_sampling_cap: 2.0\n", ["the result has `vllm_importance_sampling_clip_max`"]),
         (
             "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask\n",
             [

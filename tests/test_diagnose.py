@@ -1033,7 +1033,7 @@ def test_none_for_one_token_is_no_broken_row_of_logits(tiny_model_path, tmp_path
     said = capsys.readouterr().out
     assert said.startswith("Found: tokens without a log-probability from the sampler.")
     assert "nan_rows" not in said
-    assert "explains nothing of d^2, because these tokens have no d" in said
+    assert "explains nothing of the gap (d^2), because these tokens have no d" in said
     assert "the first is token 3 of a completion of step" in said
     assert "returns None, NaN or an infinite number" in said
 
@@ -1250,7 +1250,7 @@ def test_beside_a_float32_trainer_the_yardstick_is_the_rounding_of_the_sampler(m
     diagnosis = diagnose(observed)
     assert (diagnosis.floor, diagnosis.healthy, diagnosis.findings[0].name) == (None, True, "rounding")
     assert "times" not in detail(diagnosis)
-    assert "bfloat16: rounding can explain a k3_kl of up to 0.005." in detail(diagnosis)
+    assert "bfloat16: below a k3_kl of 0.005, rounding alone may explain the gap." in detail(diagnosis)
 
 
 # What is published --------------------------------------------------------------------------------------------------------

@@ -87,6 +87,15 @@ def test_words_find_a_section_that_has_all_of_them(capsys, typed, section):
     assert len(listed) <= 12
 
 
+def test_the_section_of_a_title_ends_where_its_page_goes_on():
+    """`docs rloo` would print all of *Choosing*, because its title has the word as a keyword."""
+    whole, first = document("choosing"), document("choosing#choosing-a-correction")
+    text, _, more = first.partition("\n\nThe whole page: ")
+    assert whole.startswith(f"{text}\n\n## ")
+    assert more == "trl-rollout-corr docs choosing\n"
+    assert "\n### " in document("trl#switching")  # other sections have those below them
+
+
 def test_words_that_no_section_has_together_are_one_line(capsys):
     assert main(["docs", "k3_kl", "qwertz"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -25,6 +25,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from tests.dumps import make_dump, read_dump, read_table
+from tests.launching import ROOT
 from tests.tiny import StaleSampler
 from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
@@ -166,6 +167,23 @@ def test_a_dump(page, dump):
     assert broken > 1
     assert f"{broken} tokens of the loss have a log-probability that is NaN or infinite" in page.text
     assert len(page.charts) == len(set(page.charts.values())) > len(OVERVIEW)
+
+
+def test_the_state_of_a_run_is_the_alarm_that_silenced_an_earlier_one(tmp_path, capsys):
+    """`k3_kl` passes 0.015 at step 11, and 0.03 at step 20, where `k3_uncorrected` falls silent."""
+    folder = shutil.copytree(ROOT / "benchmarks/tutorial/uncorrected", tmp_path / "run")
+    entries = [json.loads(line) for line in (folder / "logs.jsonl").read_text().splitlines()]
+    for entry in entries:
+        entry["rollout_corr/k3_kl"] = 0.001 if entry["step"] < 9 else 0.02 if entry["step"] < 19 else 0.04
+    (folder / "logs.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    main(["report", str(folder), "-o", str(tmp_path / "page.html")])
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith(
+        "Look into it. `k3_kl` is 0.04, above 0.03, and nothing corrects for it. Seen in steps 20 to "
+    )
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert 0 < text.index("k3_uncorrected") < text.index("k3_high")  # the findings below keep their order
+    assert re.search("192 drawn at random and 192 the worst, \\d+ of them both; \\d", text)
 
 
 def test_charts_share_no_identifier(page):

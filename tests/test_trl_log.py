@@ -63,7 +63,7 @@ def test_a_report_quotes_the_worst_and_the_last_value_and_the_fall_of_the_reward
     assert said.startswith("Look into it. ")
     assert "At worst, `sampling/importance_sampling_ratio/mean` is 0.03 (step " in said
     assert "and 0.05 at the end." in said
-    assert re.search(r"The reward fell from 0\.70?\d* \(step \d+\) to 0\.02\.", said)
+    assert re.search(r"The reward fell from 0\.70?\d* \(step \d+\) to 0\.02, both means of 5 values\.", said)
     assert "The reward fell from 0.7" in (tmp_path / "page.html").read_text()
 
 

@@ -78,6 +78,8 @@ def parse_structure(value: object, field: str) -> Any:
         except json.JSONDecodeError as error:
             raise SettingError(field, value, "which is not a list of numbers and pairs of numbers") from error
     split = [part.strip().split("_") for part in value.split(",")]
+    if any(len(part) > 1 and "" in part for part in split):  # such as "0.0001_"
+        raise SettingError(field, value, "which lacks a bound", remedy="Write both, such as 0.0001_inf.")
     parts = [part[0] if len(part) == 1 else part for part in split]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 

@@ -10,7 +10,7 @@ from .effects import shares_gradient
 from .presets import DEFAULT, UNSET
 from .resolve import Settings
 from .thresholds import is_by_sign
-from .trl_correction import given_to_trl
+from .trl_correction import PREFIX_OF_TRL, given_to_trl
 
 
 _UNITS = {"token": "token", "turn": "turn", "seq": "completion"}
@@ -72,6 +72,8 @@ def _head(settings: Settings, fields: Mapping[str, Any]) -> str:
 def _loss_of_trl(settings: Settings, fields: Mapping[str, Any]) -> str:
     """TRL's loss is that of its default only with the fields of its default."""
     yours = given_to_trl(fields) if settings.bounding is not None else {}
+    if yours.get(f"{PREFIX_OF_TRL}cap") == yours.get(f"{PREFIX_OF_TRL}clip_max"):  # TRL copies its old name to the new
+        yours.pop(f"{PREFIX_OF_TRL}cap", None)
     listed = ", ".join(f"`{name}: {value}`" for name, value in yours.items())
     return f"TRL's loss with your {listed}" if yours else "TRL's loss, unchanged"
 
@@ -81,16 +83,17 @@ def _weights_in_words(settings: Settings) -> str:
     bounds: Any = settings.rollout_is_threshold
     assert bounding is not None
     unit = _UNITS[bounding.unit]
-    where = " while vLLM is behind" if bounding.stale_only else ""
+    where = "while vLLM is behind" if bounding.stale_only else ""
     if is_by_sign(bounds):
         negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
         of = {"geometric": " (mean ratio)", "window": " (products of 16 ratios)"}.get(bounding.level, "")
         signs = f"{negative} for negative advantages and {positive} for positive ones"
-        weights = f"{unit} importance weights{of}{where}, {signs}"
+        weights = f"{unit} importance weights{of}{f' {where}' if where else ''}, {signs}"
         return weights if settings.applies_weights else f"{weights}, only reported"
     ratio = {"geometric": "mean ratio", "window": "ratio and those of the 15 before it"}.get(bounding.level, "ratio")
     ratio = f"{ratio} (trainer to sampler)"
-    weights = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}{where}"
+    weighted = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}"
+    weights = f"{where}, {weighted}" if where else weighted
     return weights if settings.applies_weights else f"{weights}, which is only reported"
 
 

@@ -133,7 +133,7 @@ def _check_settings(
     if problem := _problem_of_trl():
         raise SelfContainedError(problem)
     fitting = [trainer] if trainer else _fitting(settings)
-    guessed = "" if trainer else " (name another one with --trainer)"
+    is_named = trainer is not None
     trainer = fitting[0]
     is_open = len(fitting) > 1 and "async_grpo" in fitting  # the others demand what this one refuses
     mistakes, remarks = _unknown_names(settings, trainer)
@@ -144,8 +144,8 @@ def _check_settings(
     correction = "" if in_effect is None or is_open else description_of(in_effect, vars(config))
     if is_open:
         remarks.append(
-            f"The file fits {', '.join(fitting[:-1])} and {fitting[-1]}, which correct differently. Name its trainer "
-            "with --trainer: async_grpo refuses `use_vllm`, and the others need `use_vllm: true`."
+            "This file fits GRPO, RLOO and asynchronous GRPO, which correct differently. Say which: add "
+            "`--trainer async_grpo` to the command, or `use_vllm: true` to a file of GRPO or RLOO."
         )
     if in_effect is not None and trainer != "async_grpo":
         mistakes += _refused_by_trainer(config, settings)
@@ -160,7 +160,9 @@ def _check_settings(
     lines = [visible(f"error: {mistake}") for mistake in mistakes]
     lines += [visible(f"warning: {remark}") for remark in remarks]
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes) or 'no'} mistakes"
-    lines.append(f"{visible(path)}: {count}, read as settings of {trainer}{guessed}.")
+    others = " or ".join(f"`--trainer {name}`" for name in _TRAINERS if name != trainer)
+    read = f"{count}, read as settings of {trainer}.{'' if is_named else f' For another trainer: {others}.'}"
+    lines.append(f"{visible(path)}: {f'{count} so far; its trainer is not known.' if is_open else read}")
     without = " without these mistakes" if mistakes else ""
     lines += [f"Correction{without}: {correction}"] if correction else []
     return "\n".join(lines) + "\n", not mistakes
@@ -188,7 +190,9 @@ def _unknown_names(settings: Mapping[str, Any], trainer: str) -> tuple[list[str]
         elif name.startswith("rollout") or get_close_matches(name, known, cutoff=_MISSPELT):
             mistakes.append(f"`{name}` is not a field of the configuration.{instead_of(name, known)}")
         else:
-            remarks.append(f"`{name}` is no field of the trainer or of TRL's scripts. Your script must know it.")
+            remarks.append(
+                f"`{name}` is not a field of the trainer or of TRL's scripts, so your own script must define it."
+            )
     return mistakes, remarks
 
 

@@ -106,12 +106,13 @@ def sections(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _section(text: str, page: str, name: str) -> str:
-    """The section of a text with the anchor `name`."""
+    """The section of a text with the anchor `name`. That of the title ends at the first heading below it."""
     headings = list(sections(text))
     places = {anchor: (first, level) for first, anchor, level in headings}
     if name not in places:
         hint = nearest(name, places) or f" Its sections are {', '.join(places)}."
         raise SelfContainedError(f"`docs {page}#{name}`: the document has no such section.{hint}")
     first, level = places[name]
-    last = next((i for i, _, other in headings if i > first and other <= level), None)
-    return "\n".join(text.splitlines()[first:last]).rstrip() + "\n"
+    last = next((i for i, _, other in headings if i > first and (other <= level or level == 1)), None)
+    more = f"\n\nThe whole page: trl-rollout-corr docs {page}" if level == 1 and last is not None else ""
+    return "\n".join(text.splitlines()[first:last]).rstrip() + f"{more}\n"

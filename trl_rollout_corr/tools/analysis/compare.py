@@ -13,7 +13,7 @@ from ...settings.trl_correction import given_to_trl
 from ..decision import Decision, as_document, in_words
 from ..diagnosis.loading import COLUMNS, decision_of
 from ..dump.reading import Dump, open_dump
-from ..formats import number, three_decimals, yaml_lines
+from ..formats import number, steps, three_decimals, yaml_lines
 from ..logs.log_files import refuse_log
 from ..run_facts import trl_corrects
 from ..translation.own_settings import read_config
@@ -150,15 +150,14 @@ def _as_markdown(c: Comparison) -> str:
     mode = f"bypass, {c.run.mode}" if bypasses else "decoupled"
     policy = "current" if bypasses else "old"
     left_out = (
-        [f"{c.left_out} other presets, in other modes or with both weights and rejection: --json."]
+        [f"`--json` prints {c.left_out} more presets, in other modes or with both weights and rejection."]
         if c.left_out
         else []
     )
     header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
     rows = [[_marked(name, c.row), *map(three_decimals, outcome)] for name, _, outcome in c.outcomes]
     lines = [
-        f"{c.batch.n_sequences} sequences of steps {c.batch.steps[0]} to {c.batch.steps[-1]}, {c.batch.n_tokens} "
-        "tokens.",
+        f"{c.batch.n_sequences} completions of {steps(c.batch.steps[0], c.batch.steps[-1])}, {c.batch.n_tokens} tokens.",
         f"The run: {mode}; the trainer's log-probabilities come from the {policy} policy.",
         *c.notes,
         "",
@@ -167,7 +166,8 @@ def _as_markdown(c: Comparison) -> str:
         *_EXPLAINED,
         *left_out,
         "",
-        f"Spread s = {c.spread.s:.4g}. Mean length {number(c.spread.lengths.mean().item())} tokens.",
+        f"Typical log-ratio (spread s) {c.spread.s:.4g}, mean length {number(c.spread.lengths.mean().item())} tokens: "
+        "for bounds of your own, see `trl-rollout-corr docs presets#bounds-from-the-spread`.",
         "",
         f"Recommended: {c.row}. {in_words(c.decision)}",
     ]

@@ -36,8 +36,9 @@ def _suspect(logs: list[Path], run: str, *, as_json: bool) -> tuple[str, bool]:
     course = trl_log.course_of(entries)
     if course is None:
         raise ValueError(
-            "this log contains no ratio of TRL, and a diagnosis needs tokens: set `rollout_dump_dir`, train a few "
-            "steps, and name the dump. `trl-rollout-corr report` shows the curves of the log"
+            "this log contains no ratio of TRL (a run with `auto` logs none), and a diagnosis needs tokens: set "
+            "`rollout_dump_dir`, train a few steps, and name the dump. `trl-rollout-corr report` shows the curves of "
+            "the log"
         )
     write = trl_log.suspicions_as_json if as_json else trl_log.suspicions_as_text
     return write(course), not trl_log.suspicions(course)

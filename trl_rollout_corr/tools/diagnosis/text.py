@@ -58,14 +58,15 @@ def _done_about_it(diagnosis: Diagnosis) -> str:
 def detail(diagnosis: Diagnosis) -> str:
     """The size of the gap, and the number of tokens that it was measured on."""
     parts = [
-        f"k3_kl is {number(diagnosis.k3)} over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions."
+        f"k3_kl is {number(diagnosis.k3)} over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions.",
+        "Here, d is the log-ratio of a token, trainer over sampler.",
     ]
     if diagnosis.floor is not None:
         parts.append(f"Typically, d is {number(diagnosis.floor)} times the trainer's difference from itself.")
     if diagnosis.coarser:
         parts.append(
-            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: rounding can explain a k3_kl of "
-            f"up to {_as_k3(LARGE)}."
+            f"The trainer computes in float32 and the sampler in {diagnosis.coarser}: below a k3_kl "
+            f"of {_as_k3(LARGE)}, rounding alone may explain the gap."
         )
     parts += diagnosis.where
     if diagnosis.verdict == "nothing":
@@ -91,8 +92,8 @@ def _unseen(diagnosis: Diagnosis) -> str:
         )
     of_tokens, entropy, _ = diagnosis.surprise
     return (
-        f"The mean of -log p of the tokens is {number(of_tokens)} nats, beside an entropy of {number(entropy)}, as "
-        "for tokens that were drawn from these values."
+        f"The mean of -log p of the tokens, {number(of_tokens)} nats, is close to the logged entropy, "
+        f"{number(entropy)}, as it is if tokens are drawn with the reported probabilities."
     )
 
 
@@ -113,8 +114,8 @@ def sure(finding: Finding) -> str:
 def explains(finding: Finding) -> str:
     """The share that a cause explains, as the end of a sentence."""
     if finding.cause.no_share:
-        return f"explains nothing of d^2, because {finding.cause.no_share}"
-    return f"explains {percent(round(finding.share, 2))} of d^2"
+        return f"explains nothing of the gap (d^2), because {finding.cause.no_share}"
+    return f"explains {percent(round(finding.share, 2))} of the gap (d^2)"
 
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:

@@ -53,13 +53,13 @@ def _banner(facts: Facts) -> Banner:
         about.append(("Logged steps", f"{_span(run.log.index)}, {facts.windows}"))
     if run.dump is not None:
         sequences = run.dump.sequences
-        drawn = f"{int(sequences.sampled.sum()):,} drawn at random and {int(sequences.worst.sum()):,} as the worst"
+        both = int((sequences.sampled & sequences.worst).sum())
+        drawn = f"{int(sequences.sampled.sum()):,} drawn at random and {int(sequences.worst.sum()):,} the worst"
+        drawn += f", {both:,} of them both" if both else ""
         about.append(("Dumped steps", f"{_span(sequences.step)}, in {run.dump.path.name}"))
         if run.dump.sample:
             about.append(("Sample", f"{run.dump.sample}."))
-        about.append(
-            ("Sequences", f"{len(sequences):,}, {drawn}, with {int(sequences.mask.sum()):,} tokens of the loss")
-        )
+        about.append(("Completions", f"{len(sequences):,}: {drawn}; {int(sequences.mask.sum()):,} tokens of the loss"))
     title = f"{facts.letter}: {facts.name}" if facts.letter else ""
     return Banner(title, *state_of(facts), main_numbers(run.log), about, run.damage)
 

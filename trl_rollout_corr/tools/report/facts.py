@@ -1,5 +1,6 @@
 """Facts about a run that several parts of a report use. Each is computed once."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..diagnosis.trl_log import RatioCourse, course_of, suspicion_headline, susp
 from ..formats import number, steps
 from ..monitor.conditions import without_advantages
 from ..monitor.rule import Alarm
-from ..monitor.rules import BOUNDS
+from ..monitor.rules import BOUNDS, SILENCED
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
 
@@ -64,11 +65,11 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
         return "unknown", "No metrics", "There are no metrics to look at."
     fall = reward_fall(facts.run.log)
     if facts.alarms:
-        first, more = facts.alarms[0], len(facts.alarms) - 1
-        parts = [f"{first.seen} Seen in {steps(first.step, first.last_step)}.", _course(first, facts.run.log), fall]
+        worst, more = _worst(facts.alarms), len(facts.alarms) - 1
+        parts = [f"{worst.seen} Seen in {steps(worst.step, worst.last_step)}.", _course(worst, facts.run.log), fall]
         parts += [f"{more} other finding{'s' if more > 1 else ''} below."] if more else []
-        state = "Act now" if first.severity == "critical" else "Look into it"
-        return first.severity, state, " ".join(filter(None, parts))
+        state = "Act now" if worst.severity == "critical" else "Look into it"
+        return worst.severity, state, " ".join(filter(None, parts))
     if facts.course is not None and (found := suspicions(facts.course)):
         return "warning", "Look into it", f"{suspicion_headline(found)}. {fall}".strip()
     expected = ""
@@ -80,6 +81,12 @@ def state_of(facts: Facts) -> tuple[str, str, str]:
     if doubts:
         return "unknown", "No alarm", f"No alarm was raised in {facts.windows}, but {'; '.join(doubts)}.{expected}"
     return "healthy", "Healthy", f"Nothing unhealthy was found in {facts.windows}.{expected}"
+
+
+def _worst(alarms: Sequence[Alarm]) -> Alarm:
+    """The first alarm, or the one about the same metric that silenced it when the metric got worse."""
+    same = [alarm for alarm in alarms if (alarm.severity, alarm.key) == (alarms[0].severity, alarms[0].key)]
+    return next((alarm for alarm in same if alarms[0].bound in SILENCED[alarm.bound]), alarms[0])
 
 
 def _course(alarm: Alarm, log: pd.DataFrame) -> str:
@@ -113,7 +120,7 @@ def reward_fall(log: pd.DataFrame) -> str:
     best, last = float(means.max()), float(means.iloc[-1])
     if best - last <= max(_FALLS * (best - float(means.min())), _BEYOND * error):
         return ""
-    return f"The reward fell from {number(best)} (step {int(means.idxmax())}) to {number(last)}."
+    return f"The reward fell from {number(best)} (step {int(means.idxmax())}) to {number(last)}, both means of {n} values."
 
 
 def finite_values(log: pd.DataFrame, key: str) -> "pd.Series[float]":

@@ -52,6 +52,7 @@ _OF_ASYNCHRONOUS = {
     "weight_sync_steps",
 }
 _NAMES = {"grpo": "GRPO", "rloo": "RLOO", "async_grpo": "asynchronous GRPO"}
+_OLD_NAME, _NEW_NAME = f"{PREFIX_OF_TRL}cap", f"{PREFIX_OF_TRL}clip_max"
 _PLUGIN = "trl_rollout_corr.axolotl.RolloutCorrectionPlugin"
 
 
@@ -115,7 +116,10 @@ def _convert_for(
         )
         tell_effects(ours, of_trl, trainer)
         return text
-    _check_own_correction(of_trl)
+    from_trl({key: value for key, value in of_trl.items() if str(key).startswith(PREFIX_OF_TRL)})  # raises an error
+    is_axolotls = of_trl is not content
+    if of_trl.get(_OLD_NAME) is not None:
+        text, content, node = _with_new_name(text, content, node, is_axolotls)
     kept = {name: value for name, value in content.items() if name not in sections}
     fields: dict[str, Any] = {"rollout_correction": "trl"}
     added: dict[str, Any] = {}
@@ -123,7 +127,7 @@ def _convert_for(
         fields, added = _translate({name: content[name] for name in sections}, kept, trainer)
     tell_effects(fields, {**added, **of_trl}, trainer)
     expected = {**kept, **added, **fields}
-    plugins = _new_plugins(content) if of_trl is not content else []
+    plugins = _new_plugins(content) if is_axolotls else []
     if plugins:
         expected["plugins"] = plugins
     edited = _edited(text, node, sections, {**added, **fields}, plugins)
@@ -139,13 +143,22 @@ def _own_fields(sections: list[str], content: Mapping[str, Any]) -> dict[str, An
     return ours
 
 
-def _check_own_correction(of_trl: Mapping[str, Any]) -> None:
-    """Raise an error for fields of TRL's own correction that cannot be kept, and warn about an old name."""
-    of_correction = {key: value for key, value in of_trl.items() if str(key).startswith(PREFIX_OF_TRL)}
-    from_trl(of_correction)  # an error if one is refused
-    if of_correction.get(f"{PREFIX_OF_TRL}cap") is not None:
-        new = f"{PREFIX_OF_TRL}clip_max"
-        warn(f"`{PREFIX_OF_TRL}cap` is an old name, which TRL 2 will remove: write `{new}`.", f"{PREFIX_OF_TRL}cap")
+def _with_new_name(
+    text: str, content: Mapping[str, Any], node: yaml.Node | None, is_axolotls: bool
+) -> tuple[str, Mapping[str, Any], yaml.Node | None]:
+    """A file in which an old name of TRL is the new one: its text, its content and its tree."""
+    fields = node
+    if is_axolotls and isinstance(node, yaml.MappingNode):
+        [fields] = [value for key, value in node.value if key.value == "trl"]
+    assert isinstance(fields, yaml.MappingNode)
+    keys = {key.value: key for key, _ in fields.value}
+    if _NEW_NAME in keys:
+        warn(f"`{_OLD_NAME}` is an old name of `{_NEW_NAME}`, and acts in its place: remove one of them.", _OLD_NAME)
+        return text, content, node
+    warn(f"`{_OLD_NAME}` is an old name, which TRL 2 will remove: the result has `{_NEW_NAME}`.", _OLD_NAME)
+    place = keys[_OLD_NAME]
+    text = text[: place.start_mark.index] + _NEW_NAME + text[place.end_mark.index :]
+    return text, *read_document(text)
 
 
 def _new_plugins(content: Mapping[str, Any]) -> list[object]:
