@@ -156,8 +156,9 @@ def _as_markdown(c: Comparison) -> str:
     )
     header = ["settings", "rejected", "ESS", "effective lr", "cosine", "norm"]
     rows = [[_marked(name, c.row), *map(three_decimals, outcome)] for name, _, outcome in c.outcomes]
+    when = steps(c.batch.steps[0], c.batch.steps[-1])
     lines = [
-        f"{c.batch.n_sequences} completions of {steps(c.batch.steps[0], c.batch.steps[-1])}, {c.batch.n_tokens} tokens.",
+        f"{c.batch.n_sequences} completions of {when}, {c.batch.n_tokens} tokens.",
         f"The run: {mode}; the trainer's log-probabilities come from the {policy} policy.",
         *c.notes,
         "",

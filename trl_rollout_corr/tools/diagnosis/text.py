@@ -58,7 +58,8 @@ def _done_about_it(diagnosis: Diagnosis) -> str:
 def detail(diagnosis: Diagnosis) -> str:
     """The size of the gap, and the number of tokens that it was measured on."""
     parts = [
-        f"k3_kl is {number(diagnosis.k3)} over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} completions.",
+        f"k3_kl is {number(diagnosis.k3)} over {diagnosis.n_tokens:,} tokens of {diagnosis.n_sequences:,} "
+        "completions.",
         "Here, d is the log-ratio of a token, trainer over sampler.",
     ]
     if diagnosis.floor is not None:

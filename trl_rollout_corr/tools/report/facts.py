@@ -120,7 +120,8 @@ def reward_fall(log: pd.DataFrame) -> str:
     best, last = float(means.max()), float(means.iloc[-1])
     if best - last <= max(_FALLS * (best - float(means.min())), _BEYOND * error):
         return ""
-    return f"The reward fell from {number(best)} (step {int(means.idxmax())}) to {number(last)}, both means of {n} values."
+    at = int(means.idxmax())
+    return f"The reward fell from {number(best)} (step {at}) to {number(last)}, both means of {n} values."
 
 
 def finite_values(log: pd.DataFrame, key: str) -> "pd.Series[float]":
