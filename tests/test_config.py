@@ -196,6 +196,20 @@ def test_settings_in_effect_come_back_from_a_dump_as_they_are(name, tmp_path):
     assert len({*map(str, found.values())}) > len(PRESETS)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_correction_of_trl_is_that_of_its_trainer(name):
+    config_class = getattr(trl_rollout_corr, f"RolloutCorrected{name}Config")
+    colocated = {} if name == "AsyncGRPO" else {"use_vllm": True}
+    found = config_class(**MACHINE, rollout_correction="trl", **colocated).settings
+    kept = {
+        "GRPO": ("decoupled", "sequence", [0.0, 3.0]),
+        "RLOO": ("decoupled", None, 2.0),
+        "AsyncGRPO": ("ppo_clip", None, 2.0),
+    }
+    assert (found.mode, found.rollout_is, found.rollout_is_threshold) == kept[name]
+    assert found.rollout_clip_ratio_c == (None if name == "AsyncGRPO" else 3.0)
+
+
 def test_what_to_do_with_broken_tokens_may_be_set_beside_the_correction_of_trl():
     assert settings(rollout_correction="trl").rollout_nan_policy == "neutralize"  # as TRL does
     assert settings(rollout_correction="trl", rollout_nan_policy="raise").rollout_nan_policy == "raise"
