@@ -680,7 +680,7 @@ def test_a_plain_file_of_trl_comes_back_and_is_told_what_length_does(convert, le
         assert len(re.findall(r"[.](?: |$)", said[0])) == 3  # sentences
         assert (
             f"one of `max_completion_length` ({length:,} tokens) keeps {shares} of its loss on average. Set "
-            "`rollout_correction` to auto: it looks at" in said[0]
+            "`rollout_correction` to auto: it drops tokens" in said[0]
         )
         assert "Or set `vllm_importance_sampling_mode` to token_truncate, another correction of TRL's own" in said[0]
     assert convert(text + "vllm_importance_sampling_mode: token_truncate\n")[1] == []

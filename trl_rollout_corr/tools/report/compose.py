@@ -59,7 +59,7 @@ def _banner(facts: Facts) -> Banner:
         about.append(("Dumped steps", f"{_span(sequences.step)}, in {run.dump.path.name}"))
         if run.dump.sample:
             about.append(("Sample", f"{run.dump.sample}."))
-        about.append(("Completions", f"{len(sequences):,}: {drawn}; {int(sequences.mask.sum()):,} tokens of the loss"))
+        about.append(("Completions", f"{len(sequences):,}, {drawn}; {int(sequences.mask.sum()):,} tokens of the loss"))
     title = f"{facts.letter}: {facts.name}" if facts.letter else ""
     return Banner(title, *state_of(facts), main_numbers(run.log), about, run.damage)
 
