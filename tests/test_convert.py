@@ -509,6 +509,8 @@ def test_options_beside_a_correction_are_left_out(convert):
         ["trainer.algorithm.use_tis=true", "algorithm.adv_estimator=grpo"],
         "trainer: {algorithm: {advantage_estimator: grpo}}\ngenerator: {n_samples_per_prompt: 5}\n",
         "use_vllm: true\ntrainer: {algorithm: {off_policy_correction: {tis_ratio_type: token}}}\n",
+        "#!/bin/bash\nuv run -m skyrl.train.entrypoints.main_base \\\n"
+        '  trainer.algorithm.advantage_estimator="grpo" \\\n  generator.n_samples_per_prompt=5\n',
     ],
 )
 def test_settings_of_skyrl_are_answered_with_the_table_for_them(refusal, given, capsys):

@@ -9,7 +9,7 @@ from ...settings.trl_correction import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import TRAINERS, counterpart, suspects, suspicious_options, to_trl
 from .own_settings import preset_of, tell_effects
-from .setting_files import about_options, leaves
+from .setting_files import ABOUT_SKYRL, about_options, leaves
 from .verl import NOT_SET, from_verl, split_verl, with_divergence
 
 
@@ -76,10 +76,7 @@ def is_skyrl(settings: Mapping[str, object]) -> bool:
 def refuse_skyrl(settings: Mapping[str, object]) -> None:
     """Raise a `ValueError` of one line for dotted names of SkyRL."""
     if is_skyrl(settings):
-        raise ValueError(
-            "settings of SkyRL (`trainer.algorithm`) are not translated. A table says what to write for each: "
-            "`trl-rollout-corr docs verl#coming-from-skyrl`"
-        )
+        raise ValueError(ABOUT_SKYRL)
 
 
 def estimator_of(settings: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,12 @@ _SHELL = re.compile(r"^#!.*sh\b|^\s*(export )?\+{0,2}[\w.]+=\S|verl\.trainer", r
 _STARTS = re.compile(r"\b(?:python\d?|uv run)\b[^\n\\|;&#]*? -m (?!pip|uv|venv|ensurepip|http)[\w.]+")
 # Settings of the form that verl reads
 _KEYS_IN_SCRIPT = re.compile(
-    r"verl|skyrl|\brollout_(?:is|rs|correction)\b|(?<![-\w])[+~]{0,2}[a-z]\w*\.[\w.]+=", re.IGNORECASE
+    r"verl|\brollout_(?:is|rs|correction)\b|(?<![-\w])[+~]{0,2}[a-z]\w*\.[\w.]+=", re.IGNORECASE
+)
+_KEY_OF_SKYRL = re.compile(r"(?<![\w.])trainer\.algorithm\.")
+ABOUT_SKYRL = (
+    "settings of SkyRL (`trainer.algorithm`) are not translated. A table says what to write for each: "
+    "`trl-rollout-corr docs verl#coming-from-skyrl`"
 )
 # Options of slime and miles for its correction
 _OPTIONS = {
@@ -93,6 +98,8 @@ def with_line(message: str, lines: Mapping[str, int]) -> str:
 
 def _about_script(text: str) -> str:
     """Advice about a shell script: which command of it starts the training, or that none of its settings are known."""
+    if _KEY_OF_SKYRL.search(text):
+        return ABOUT_SKYRL
     if not _KEYS_IN_SCRIPT.search(text):
         options = suspicious_options(re.findall(r"--[\w.-]+", text))
         about = f" {about_options(options)}" if options else ""
