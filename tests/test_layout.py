@@ -355,12 +355,12 @@ def imported(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
             yield from re.findall(r"\btrl_rollout_corr\.([a-z_]+(?:\.[a-z_]+)*)", node.value)
-        if isinstance(node, ast.ImportFrom) and node.level:
-            above = folder[: len(folder) - node.level + 1]
-            if node.module:
-                yield ".".join([*above, node.module])
-            else:  # from . import a, b
-                yield from (".".join([*above, alias.name]) for alias in node.names)
+        whole = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):  # what is imported may be a module or a name in one
+            above = [PACKAGE.name, *folder[: len(folder) - node.level + 1]] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            whole = [f"{module}.{alias.name}" for alias in node.names]
+        yield from (name.removeprefix(f"{PACKAGE.name}.") for name in whole if name.startswith(f"{PACKAGE.name}."))
 
 
 def module_of(path: Path) -> str:
