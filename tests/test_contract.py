@@ -9,6 +9,7 @@ from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import utils
 
 from tests.launching import HAS_ASYNCHRONOUS
 from tests.tiny import StaleSampler
@@ -106,6 +107,14 @@ def test_what_only_a_probe_touches_is_where_it_was():
             assert callable(getattr(owner, name))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "enable_sleep_mode"):
         assert f"self.{name}" in source_of(VLLMGeneration)
+    rows = utils.split_tensor_dict({"ids": torch.eye(2), "none": None}, 2)
+    assert [(row["ids"].tolist(), row["none"]) for row in rows] == [([[1.0, 0.0]], None), ([[0.0, 1.0]], None)]
+
+
+@pytest.mark.skipif(Version("1.16") > versions.INSTALLED, reason="TRL computes logits, and has no such head")
+def test_the_head_for_texts_that_are_scored_alone_is_where_it_was():
+    """Without it, scores are computed from logits, as before TRL 1.16."""
+    assert {"temperature", "cast_lm_head_to_fp32"} <= set(inspect.signature(utils.add_fused_lm_head).parameters)
 
 
 def test_keys_of_a_scored_batch(make, tiny_model_path):
