@@ -212,7 +212,7 @@ def _add_probe(commands: _Commands) -> None:
         metavar="N",
         help="smallest number of completions (default: 64 of at most 128 tokens, with --quick 8 of at most 32)",
     )
-    command.add_argument("--quick", action="store_true", help="take fewer completions, and try fewer settings")
+    command.add_argument("--quick", action="store_true", help="take fewer and shorter completions")
     command.add_argument(
         "--trainer", choices=("grpo", "rloo"), default="grpo", help="trainer of the run (default: grpo)"
     )

@@ -19,7 +19,6 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from ...settings.resolve import Settings
 from ...trainers.grpo import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer
 from ...trainers.rloo import RolloutCorrectedRLOOConfig, RolloutCorrectedRLOOTrainer
-from ...trainers.trl_checks import Check, check_shared_process
 
 
 Trainer: TypeAlias = RolloutCorrectedGRPOTrainer | RolloutCorrectedRLOOTrainer
@@ -51,8 +50,6 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Set
     `ValueError` if unusable.
     """
     trainer_class, config_class = _TRAINERS[request["trainer"]]
-    if "vllm_model_impl" in request["changes"]:
-        config_class = without_checks(config_class, check_shared_process)
     parser = TrlParser((ScriptArguments, config_class, ModelConfig))
     line = [*request["options"], "--model_name_or_path", request["model"], "--output_dir", request["output"]]
     without_recipe = _DEFAULTS if torch.accelerator.is_available() else [*_DEFAULTS, *_ON_CPU]
@@ -78,15 +75,6 @@ def read_request(request: Mapping[str, Any]) -> tuple[type[Trainer], Config, Set
         **(args.model_init_kwargs or {}),
     }
     return trainer_class, args, settings, model_args
-
-
-def without_checks(config_class: type[Config], *left_out: Check) -> type[Config]:
-    """
-    A configuration class with fewer checks, because a process that only samples may use settings that break the
-    forward pass of a trainer.
-    """
-    checks = [check for check in config_class._checks_of_trainer if check not in left_out]
-    return type(config_class.__name__, (config_class,), {"_checks_of_trainer": checks})
 
 
 def shortened(args: Config, settings: Settings, completions: int, length: int, changes: Mapping[str, Any]) -> Config:
