@@ -21,11 +21,11 @@ class PushesToServer(Pushes):
         if not self.is_adapter:
             refuse_packed_base(self._model, "server")
 
-    def push(self, push: Callable[[], object]) -> None:
+    def push(self, send: Callable[[], object]) -> None:
         """Push weights or an adapter with TRL's method."""
         alone = nullcontext() if self.is_adapter else self.leaving_base_alone(self._model)
         with self.checking(), alone, sending(self.trainer, "_streaming_iter", self.noting):
-            push()
+            send()
 
     def folder_of_adapter(self) -> Path | None:
         return Path(self.trainer._lora_dir, self.served_model) if self.is_adapter else None

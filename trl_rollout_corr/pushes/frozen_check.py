@@ -10,7 +10,7 @@ from .fingerprints import QUANTISED, READABLE, fingerprint
 
 
 MOST = 8  # weights to fingerprint
-SEE = "See `trl-rollout-corr docs pushes#frozen-weights-change`."
+SEE_FROZEN = "See `trl-rollout-corr docs pushes#frozen-weights-change`."
 
 
 class FrozenCheck:
@@ -62,7 +62,7 @@ class FrozenCheck:
                 f"{capitalized(what)}. The base is quantised, and the adapter was merged into it and taken away "
                 "again, which quantises it twice: each push makes the model worse. Load the model without "
                 "`quantization_config`, or train with `RolloutCorrectedAsyncGRPOTrainer` and a server that loads the "
-                f"adapter itself. {SEE}"
+                f"adapter itself. {SEE_FROZEN}"
             )
             notify(self._ended, error=True)
             return
@@ -70,7 +70,7 @@ class FrozenCheck:
             f"Perhaps something else writes to the base, such as a callback or an offloaded model. Otherwise {what}, "
             "because an adapter that is merged and taken away again leaves the rounding of two additions behind: "
             "sampler and trainer share the drift, but the saved adapter will be loaded on the unchanged base. Load "
-            f"the model in float32, or push less often. {SEE}"
+            f"the model in float32, or push less often. {SEE_FROZEN}"
         )
 
     def _read(self) -> dict[str, torch.Tensor]:

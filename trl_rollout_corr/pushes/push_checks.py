@@ -15,7 +15,7 @@ from ..trainers.ranks import leaving_together
 from .colocated_engine import noting_cached
 from .fingerprints import read_weights
 from .frozen_check import FrozenCheck
-from .rescore import SEE, Rescore
+from .rescore import SEE_SCORES, Rescore
 from .scoring_sampler import ScoringSampler
 from .server_api import AdapterCheck, has_extension, read_server
 from .weight_check import WeightCheck
@@ -138,7 +138,7 @@ class PushChecks:
             self._warned_replicas = True
             notify(
                 f"The first of {n} replicas of the server is the only one whose weights are compared bit by bit, "
-                f"because vLLM reads no other. `fresh_k3_kl` asks all of them in turns. {SEE}"
+                f"because vLLM reads no other. `fresh_k3_kl` asks all of them in turns. {SEE_SCORES}"
             )
         return read_server(self.pushes.server, names)
 

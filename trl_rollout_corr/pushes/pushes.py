@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from .push_checks import Findings, PushChecks
 
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
 @contextmanager
-def sending(owner: Any, method: str, change: Callable[[Weights], Weights]) -> Iterator[None]:
+def sending(owner: Any, method: str, change: Callable[[NamedWeights], NamedWeights]) -> Iterator[None]:
     """Context in which a method of the owner, if it exists, returns other weights to push."""
     original = getattr(owner, method, None)
     if original is None:
@@ -135,7 +135,7 @@ class Pushes:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         return leaving_base_alone(model, getattr(plugin, "fsdp_version", None))
 
-    def noting(self, weights: Weights) -> Weights:
+    def noting(self, weights: NamedWeights) -> NamedWeights:
         """Weights on their way to the sampler, shown to the checks."""
         return weights if self.checks is None else self.checks.noting(weights)
 

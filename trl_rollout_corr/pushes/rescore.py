@@ -28,7 +28,7 @@ SURE = 3  # looks, after which a few completions are enough
 FEW = 2  # of these completions, unless they are further apart than usual or there are more replicas
 USUAL, SAME = 3.0, 1e-5  # times the smallest of the first gaps; nats per token: a gap below is rounding
 ALL = 0.99  # share of the gap that counts as all of it
-SEE = "See `trl-rollout-corr docs metrics#two-numbers-of-each-push`."
+SEE_SCORES = "See `trl-rollout-corr docs metrics#two-numbers-of-each-push`."
 T = TypeVar("T")
 
 
@@ -221,7 +221,7 @@ class Rescore:
         self.done = True
         notify(
             "From here on, no completions are scored once more after a push, so that `fresh_k3_kl` and `age_k3_kl` "
-            f"are missing: {problem or elsewhere}. {SEE}"
+            f"are missing: {problem or elsewhere}. {SEE_SCORES}"
         )
         return True
 

@@ -16,11 +16,11 @@ from packaging.version import Version
 
 from ..messages import notify
 from ..trainers.completions import as_logps
+from .weight_check import SEE_ARRIVAL
 
 
 PATTERNS = "0.32"  # release of vLLM that reads `rank_pattern` and `alpha_pattern` of an adapter
 EXTENSION = "trl_rollout_corr.worker.PackingWorker"
-SEE = "See `trl-rollout-corr docs pushes#weights-do-not-arrive`."
 
 
 def has_extension(config: Any) -> bool:
@@ -101,7 +101,7 @@ class AdapterCheck:
                 f"The adapter that was pushed after optimizer step {step} is the same, to the last bit, as the one "
                 "pushed before, although the trained parameters have changed: the sampler does not get what the "
                 "trainer learns. Check whether another adapter is active, or whether parameters outside the adapter "
-                f"are trained. {SEE}"
+                f"are trained. {SEE_ARRIVAL}"
             )
         self._ask(url, name, step)
 
@@ -113,7 +113,7 @@ class AdapterCheck:
                 self._warned = True
                 notify(
                     f"From here on, nothing tells whether the vLLM server at {url} has each adapter that is pushed: "
-                    f"its list of adapters cannot be read ({type(error).__name__}: {error}). {SEE}"
+                    f"its list of adapters cannot be read ({type(error).__name__}: {error}). {SEE_ARRIVAL}"
                 )
             return
         if name not in there and not self._warned:
@@ -121,7 +121,7 @@ class AdapterCheck:
             notify(
                 f"Perhaps several servers share one address, or a server was restarted: after optimizer step {step}, "
                 f"the vLLM server at {url} accepted the adapter `{name}`, but does not list it in `/v1/models`. It "
-                f"has {', '.join(sorted(there)) or 'none'}. {SEE}"
+                f"has {', '.join(sorted(there)) or 'none'}. {SEE_ARRIVAL}"
             )
 
 

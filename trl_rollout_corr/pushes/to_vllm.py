@@ -14,7 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..trainers.metadata import quantises
 from ..trainers.ranks import smallest
-from .pushes import Pushes, Weights, refuse_packed_base, sending
+from .pushes import NamedWeights, Pushes, refuse_packed_base, sending
 from .reloading import push
 
 
@@ -28,7 +28,7 @@ def needs_reload(generation: VLLMGeneration) -> bool:
     return generation.accelerator.device.type == "cpu" or quantises(generation.llm.llm_engine.vllm_config)
 
 
-def push_through_reload(generation: VLLMGeneration, weights: Weights) -> Weights:
+def push_through_reload(generation: VLLMGeneration, weights: NamedWeights) -> NamedWeights:
     """Push all weights. TRL, left with none, wakes the engine before and clears its cache after."""
     push(generation.llm, weights)
     return ()
@@ -111,7 +111,7 @@ class PushesToVLLM(Pushes):
 
         return asked
 
-    def _sent(self, weights: Weights) -> Weights:
+    def _sent(self, weights: NamedWeights) -> NamedWeights:
         """Weights that TRL still has to send."""
         generation, noted = self.trainer.vllm_generation, self.noting(weights)
         return push_through_reload(generation, noted) if needs_reload(generation) else noted

@@ -15,7 +15,7 @@ from .fingerprints import READABLE, fingerprint, in_one_form, some_columns
 
 
 NEAR = 10  # pushes within which a second failure ends the run, and after which unmoved quantised weights are reported
-SEE = "See `trl-rollout-corr docs pushes#weights-do-not-arrive`."
+SEE_ARRIVAL = "See `trl-rollout-corr docs pushes#weights-do-not-arrive`."
 STILL = 5  # consecutive pushes of equal weights before a warning
 
 
@@ -141,7 +141,7 @@ class WeightCheck:
                 self._warned_unread = True
                 notify(
                     "From here on, pushed weights are not compared with those that vLLM holds, unless a later push "
-                    f"can read them: reading failed with {type(error).__name__}: {error}. {SEE}"
+                    f"can read them: reading failed with {type(error).__name__}: {error}. {SEE_ARRIVAL}"
                 )
             return None
         unreadable = [*self._packed, *([] if weights is None else weights.get("unreadable", ()))]
@@ -150,7 +150,8 @@ class WeightCheck:
             listed = ", ".join(f"`{name}`" for name in unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
             notify(
                 f"{len(unreadable)} of the {len(names) + len(self._packed)} weights that are pushed are not compared "
-                f"with those that vLLM holds, because they are stored in a form that cannot be read ({listed}). {SEE}"
+                f"with those that vLLM holds, because they are stored in a form that cannot be read ({listed}). "
+                f"{SEE_ARRIVAL}"
             )
         return weights
 
@@ -172,7 +173,7 @@ class WeightCheck:
                 f"{len(seen_whole)} of the {len(now.sent)} weights that are pushed are compared with those that vLLM "
                 f"holds at most as whole tensors ({listed}), because vLLM splits them over ranks, keeps them in a "
                 "layout of its own, or had other values from the first push on. The comparison does not see a part "
-                f"of them that does not arrive, such as one expert; `fresh_k3_kl` would grow. {SEE}"
+                f"of them that does not arrive, such as one expert; `fresh_k3_kl` would grow. {SEE_ARRIVAL}"
             )
 
     def trained(self) -> int:
@@ -221,7 +222,7 @@ class WeightCheck:
             notify(
                 "Updates may be smaller than a step of the grid to which the sampler rounds its weights, as with a "
                 "very small learning rate. If that is not the case, weights do not arrive: no quantised tensor of the "
-                f"sampler has changed at the last {NEAR} pushes until optimizer step {step}. {SEE}"
+                f"sampler has changed at the last {NEAR} pushes until optimizer step {step}. {SEE_ARRIVAL}"
             )
 
     def _judge_trainer(self, before: Push, now: Push, step: int) -> None:
@@ -235,7 +236,7 @@ class WeightCheck:
                 "Merging an adapter into weights of low precision may round its updates away, and a very small "
                 "learning rate may have no effect. If neither is the case, the wrong weights are sent to the sampler: "
                 f"the last {STILL + 1} pushes until optimizer step {step} sent the same values, although the "
-                f"parameters of the trainer have changed. {SEE}"
+                f"parameters of the trainer have changed. {SEE_ARRIVAL}"
             )
 
     def _tell(self, missing: list[str], step: int, doubt: str, *, stayed: bool) -> None:

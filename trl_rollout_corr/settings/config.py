@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from ..messages import SettingError, warn, warn_idle
 from .criteria import CriterionName
-from .fields import LossType, MonitorAction, NanPolicy, Replay, Truth, WeightLevel
+from .fields import LossType, MonitorAction, NanPolicy, ReplayMode, Truth, WeightLevel
 from .names import instead_of
 from .presets import UNSET, values_of_preset
 from .resolve import Settings, resolve
@@ -114,9 +114,9 @@ class RolloutCorrectionConfig:
     rollout_clip_ratio_c: float | str | None = 3.0
     rollout_metrics_only: bool = False
     rollout_nan_policy: NanPolicy = "drop"
-    rollout_support: Replay | None = None
+    rollout_support: ReplayMode | None = None
     rollout_engine_kwargs: Mapping[str, object] | str | None = None
-    rollout_routing: Replay | None = None
+    rollout_routing: ReplayMode | None = None
     rollout_monitor: MonitorAction | None = "warn"
     rollout_monitor_bounds: Mapping[str, float | None] | str | None = None
     rollout_diagnose: bool = False

@@ -22,13 +22,13 @@ WeightLevel = Literal[Level, "preset"]
 LossType = Literal["ppo_clip", "reinforce"]
 NanPolicy = Literal["drop", "raise", "neutralize"]
 MonitorAction = Literal["warn"]
-Replay = Literal["replay"]
+ReplayMode = Literal["replay"]
 Truth = bool
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 NAN_POLICIES: tuple[str, ...] = get_args(NanPolicy)
 MONITOR_ACTIONS: tuple[str, ...] = get_args(MonitorAction)
 if not TYPE_CHECKING:  # see `criteria`
-    WeightLevel = LossType = NanPolicy = MonitorAction = Replay = Truth = str
+    WeightLevel = LossType = NanPolicy = MonitorAction = ReplayMode = Truth = str
 
 _COMMON = (
     "Common presets are auto, decoupled_token_is, decoupled_token_icepop, bypass_ppo_clip and disabled; "
