@@ -254,7 +254,7 @@ def no_charts(monkeypatch):
 @pytest.mark.parametrize("trainer", CLASSES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_all_voices_say_the_same(trainer, name, tmp_path, capsys, no_charts):
-    """48 runs with three ages and two gaps for each trainer: no voice contradicts another."""
+    """54 runs with nine settings, three ages and two gaps for each trainer: no voice contradicts another."""
     for (age, steps), (gap, spread) in itertools.product(AGES.items(), GAPS.items()):
         folder = tmp_path / f"{age}-{gap}"
         config = write(folder, trainer, name, steps, spread)

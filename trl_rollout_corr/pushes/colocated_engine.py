@@ -23,7 +23,7 @@ def noting_cached(llm: Any, tell: Callable[[int], None]) -> None:
     which read the prompt that the first of them has computed; if other requests are under way; or if vLLM does not
     take requests in the order in which they come.
     """
-    engine = getattr(llm, "_llm", llm).llm_engine  # without the recorder of routes
+    engine = llm.llm_engine
     # a second push before the next request replaces what watches for it
     add_request, step = (getattr(method, "when_noted", method) for method in (engine.add_request, engine.step))
     engine.add_request, engine.step = add_request, step
@@ -63,7 +63,7 @@ def score_in_process(generation: Any, texts: list[list[int]]) -> list[list[float
 
     if generation.enable_sleep_mode:
         generation.llm.wake_up(tags=["kv_cache"])  # TRL woke the weights, and wakes the rest before it generates
-    llm = getattr(generation.llm, "_llm", generation.llm)
+    llm = getattr(generation.llm, "_llm", generation.llm)  # without the recorder of routes
     # vLLM computes a prompt again to return its log-probabilities. The salt keeps later requests from reading this
     # prompt
     prompts = [{"prompt_token_ids": text, "cache_salt": "scored once more"} for text in texts]
@@ -82,7 +82,7 @@ def in_slices(llm: Any) -> AbstractContextManager[Any] | None:
     cannot be made to. It then reads at most as many tokens in a step, if it may read a prompt in parts. Otherwise it
     reads a prompt as a whole, and computes logits in parts.
     """
-    engine = getattr(llm, "_llm", llm).llm_engine  # without the recorder of routes
+    engine = llm.llm_engine
     scheduler = _part(engine, "engine_core", "engine_core", "scheduler")
     runner = _part(engine, "model_executor", "driver_worker", "model_runner")
     in_a_step = getattr(scheduler, "max_num_scheduled_tokens", None)

@@ -63,7 +63,11 @@ class WeightCheck:
         self._failed: int | None = None  # number of the last push that did not arrive
         self._still = self._all_unmoved = 0
         self._warned_unread = self._warned_unreadable = self._warned_unseen = False
-        self._packed: list[str] = []  # weights of the latest push in a type without fingerprints
+        # Of the latest push: weights in a type without fingerprints, and what the sampler told
+        self._packed: list[str] = []
+        self._type = torch.bfloat16  # of the weights of the sampler
+        self._places: dict[str, list[str]] = {}  # tensors of the sampler that hold each weight
+        self._quantised: set[str] = set()  # tensors that the sampler quantises
         # Share of the quantised tensors that did not change at the last push; `None` if unknown
         self.unmoved: float | None = None
 

@@ -119,7 +119,10 @@ def decide(
     """The correction to set in a run with these settings (`None` if unknown) and `fields` of TRL, by name."""
     excludes = fields.get("loss_type") == "vespo"
     uses = run is not None and run.corrects and has_preset(run, AUTO)
-    row = row_of(Situation(gap, is_harmed, hides_mistake, uses, excludes))
+    situation = Situation(
+        gap=gap, is_harmed=is_harmed, hides_mistake=hides_mistake, uses_it=uses, excludes_it=excludes
+    )
+    row = row_of(situation)
     if not row.set or run is None:
         return Decision(row, of_unknown=run is None)
     of_completions = run.by_trl and run.rollout_is == "sequence"  # GRPO with vLLM: elsewhere TRL weights nothing

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -155,16 +156,15 @@ def score_with_sampler(generation: Any, batches: Sequence[TrlBatch], temperature
     """Log-probabilities, `(N,)`, of tokens that TRL's engine reads as prompt."""
     model = generation.llm.llm_engine.model_executor.driver_worker.get_model()
     plain = model.compute_logits
-    # vLLM divides the logits of sampled tokens by the temperature, but not of given ones
-    model.compute_logits = lambda *args, **kwargs: plain(*args, **kwargs).float() / temperature
     texts: list[list[int]] = []
     lengths: list[int] = []
     for batch in batches:
         ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         texts += [row[mask.bool()].tolist() for row, mask in zip(ids, masks, strict=True)]
         lengths += batch["completion_mask"].sum(1).tolist()
-    found = score_in_process(generation, texts)
-    del model.compute_logits
+    # vLLM divides the logits of sampled tokens by the temperature, but not of given ones
+    with patch.object(model, "compute_logits", lambda *args, **kwargs: plain(*args, **kwargs).float() / temperature):
+        found = score_in_process(generation, texts)
     return np.array([x for logps, n in zip(found, lengths, strict=True) for x in logps[len(logps) - n :]], np.float32)
 
 
