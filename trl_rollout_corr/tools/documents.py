@@ -27,7 +27,7 @@ def pages() -> dict[str, Path]:
 
 def document(name: str | None = None) -> str:
     """
-    Text of a page, of a section (`page#section`), or of a section with all of some words; by default a list of all
+    Text of a page, of a section (`page#section`), or of the section with most of some words; by default a list of all
     pages.
     """
     paths = pages()
@@ -40,7 +40,7 @@ def document(name: str | None = None) -> str:
         return _section(text, page, section) if section else text
     if not section and not _misspells_a_page(name, paths) and (found := _found(name, paths)):
         return found
-    words = "" if section else ", and no section all of these words"
+    words = "" if section else ", and no section two of these words"
     raise SelfContainedError(
         f"`docs {name}`: no document has this name{words}.{nearest(page, paths)} `trl-rollout-corr docs` lists them."
     )
@@ -64,22 +64,24 @@ def _misspells_a_page(name: str, paths: dict[str, Path]) -> bool:
 
 def _found(question: str, paths: dict[str, Path]) -> str:
     """
-    The first section of the English pages with all words of a question, and the names of others; empty if there is
-    none. Those come first that have the words in their heading or keywords.
+    The first section of the English pages with most words of a question, and the names of others; empty if none has two
+    of them, or the only one. Those come first that have the words in their heading or keywords.
     """
     words = question.lower().split()
-    found: dict[bool, list[str]] = {True: [], False: []}
+    found: list[tuple[int, int, str]] = []  # words inside, words in the heading, name
     for page, path in paths.items():
         text = "" if "." in page else path.read_text(encoding="utf-8")  # another language
         lines = text.splitlines()
         for (first, anchor, _), (last, *_) in pairwise([*sections(text), (len(lines), "", 0)]):
             inside = "\n".join(lines[first:last]).lower()
             title = f"{page} {lines[first]} {_KEYWORDS.findall(inside)}".lower()
-            if all(word in inside for word in words):
-                found[all(word in title for word in words)].append(f"{page}#{anchor}")
-    best, *others = [*found[True], *found[False], ""]
-    listed = "".join(f"docs {name}\n" for name in others[:_LISTED] if name)
-    return best and f"docs {best}\n\n{document(best).rstrip()}\n\n{listed}"
+            found.append((*(sum(word in part for word in words) for part in (inside, title)), f"{page}#{anchor}"))
+    most = max(has for has, *_ in found)
+    if most < min(2, len(words)):
+        return ""
+    best, *others = [name for has, _, name in sorted(found, key=lambda row: -row[1]) if has == most]
+    listed = "".join(f"docs {name}\n" for name in others[:_LISTED])
+    return f"docs {best}\n\n{document(best).rstrip()}\n\n{listed}"
 
 
 def _list(paths: dict[str, Path]) -> str:
