@@ -64,10 +64,10 @@ def _misspells_a_page(name: str, paths: dict[str, Path]) -> bool:
 
 def _found(question: str, paths: dict[str, Path]) -> str:
     """
-    The first section of the English pages with most words of a question, and the names of others; empty if none has two
-    of them, or the only one. Those come first that have the words in their heading or keywords.
+    The first section of the English pages with most words of a question, and the names of others; empty if none has
+    two of them, or the only one. Those come first that have the words in their heading or keywords.
     """
-    words = question.lower().split()
+    words = re.findall(r"[\w&-]+", question.lower())
     found: list[tuple[int, int, str]] = []  # words inside, words in the heading, name
     for page, path in paths.items():
         text = "" if "." in page else path.read_text(encoding="utf-8")  # another language
