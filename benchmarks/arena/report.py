@@ -411,6 +411,7 @@ OF_README = [
     "grpo-triple-in_step-fast-long-noise",
     "grpo-tally-lag_16-faster",
     "grpo-tag_runs-lag_8-faster",
+    "grpo-merge-lag_8-faster",
     "grpo-tagged_words-lag_8-faster-announced",
     "grpo-tagged_words-in_step-faster-fp8",
     "grpo-tagged_words-lag_4-faster-announced-fp8",
