@@ -29,9 +29,9 @@ from trl_rollout_corr.settings.presets import PRESETS, UNSET, VERL_PRESETS, valu
 from trl_rollout_corr.settings.resolve import FIELDS, PARSERS
 from trl_rollout_corr.settings.trl_correction import OF_TRAINER
 from trl_rollout_corr.settings.words import description_of
-from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
 from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
+from trl_rollout_corr.tools.report.run import read_run
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}

@@ -23,7 +23,6 @@ from trl_rollout_corr import RolloutCorrectionConfig, examine
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.messages import PREFIX, SettingWarning
 from trl_rollout_corr.settings.resolve import FIELDS
-from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import NEGLIGIBLE
 from trl_rollout_corr.tools.decision import (
     ADVISED,
@@ -52,6 +51,7 @@ from trl_rollout_corr.tools.monitor.windows import Window
 from trl_rollout_corr.tools.report import log_charts
 from trl_rollout_corr.tools.report.compose import compose
 from trl_rollout_corr.tools.report.facts import analyse
+from trl_rollout_corr.tools.report.run import read_run
 
 
 MACHINE = {"output_dir": "output", "use_cpu": True, "bf16": False, "report_to": []}

@@ -24,7 +24,6 @@ from tests.training import TRAINERS, build, build_with_dropout, config_fields, l
 from trl_rollout_corr import RolloutCorrectedGRPOConfig, RolloutCorrectedGRPOTrainer, compute_rollout_correction
 from trl_rollout_corr.__main__ import main
 from trl_rollout_corr.settings.config import RolloutCorrectionConfig
-from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import ROUNDED
 from trl_rollout_corr.tools.diagnosis import Diagnosis, Finding, diagnose, first_step, ranking, read_tokens
 from trl_rollout_corr.tools.diagnosis.causes import CAUSES
@@ -36,6 +35,7 @@ from trl_rollout_corr.tools.diagnosis.text import detail, evidence_in_words, hea
 from trl_rollout_corr.tools.dump import folder as dump
 from trl_rollout_corr.tools.dump.in_effect import read_settings, settings_in_effect
 from trl_rollout_corr.tools.report.facts import analyse
+from trl_rollout_corr.tools.report.run import read_run
 from trl_rollout_corr.trainers.metadata import trainer_metadata
 
 

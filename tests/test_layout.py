@@ -166,8 +166,9 @@ TOOLS = {
         "first_step",
     ],
     "tools.probe": ["parts", "set_up", "process", "probe"],
-    "tools.analysis": ["run", "recompute", "compare"],
+    "tools.analysis": ["recompute", "compare"],
     "tools.report": [
+        "run",
         "token_tables",
         "examples",
         "page",

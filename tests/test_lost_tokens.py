@@ -9,9 +9,9 @@ import pytest
 from tests.dumps import WORDS, make_dump, read_dump
 from tests.test_report import write
 from trl_rollout_corr import RolloutCorrectionConfig
-from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.dump.folder import write_rows
 from trl_rollout_corr.tools.report import html_page
+from trl_rollout_corr.tools.report.run import read_run
 from trl_rollout_corr.tools.report.token_tables import find_lost
 
 

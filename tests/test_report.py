@@ -31,7 +31,6 @@ from tests.training import TRAINERS, build
 from trl_rollout_corr import RolloutCorrectionConfig
 from trl_rollout_corr.__main__ import main, make_parser
 from trl_rollout_corr.messages import PREFIX
-from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.bands import HEALTHY
 from trl_rollout_corr.tools.dump.folder import files_of, write_rows
 from trl_rollout_corr.tools.monitor.examine import examine
@@ -40,6 +39,7 @@ from trl_rollout_corr.tools.report import html_page, log_charts
 from trl_rollout_corr.tools.report.drawing import COLORS, draw
 from trl_rollout_corr.tools.report.facts import SHOWN
 from trl_rollout_corr.tools.report.log_charts import MORE, draw_trends
+from trl_rollout_corr.tools.report.run import read_run
 
 
 SETTINGS = {"rollout_correction": "decoupled_geo_rs_token_tis", "rollout_rs_threshold": [0.99, 1.01]}

@@ -18,9 +18,9 @@ from trl_rollout_corr import (
     RolloutCorrectionConfig,
 )
 from trl_rollout_corr.__main__ import main
-from trl_rollout_corr.tools.analysis.run import read_run
 from trl_rollout_corr.tools.formats import yaml_lines
 from trl_rollout_corr.tools.monitor.stock import CLIPPED, GAP, GAP_MAX, LENGTH, RATIO, RATIO_MAX, RATIO_MIN
+from trl_rollout_corr.tools.report.run import read_run
 
 
 OF_TRL = "vllm_importance_sampling_"

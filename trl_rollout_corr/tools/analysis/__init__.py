@@ -1,6 +1,4 @@
 """
-The commands after a run: `compare` computes presets again on a dump, and `report` draws a run. This file imports
-nothing, so that every command loads only the modules that it needs.
-
-Data flows one way: `run` reads, `recompute` computes, and `compare` and `report` write.
+The command `trl-rollout-corr compare`: presets computed again on a dump. This file imports nothing, so that a command
+loads only the modules that it needs: `recompute` computes, which `report` reads too, and `compare` writes.
 """

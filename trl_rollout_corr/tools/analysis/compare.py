@@ -18,7 +18,6 @@ from ..logs.log_files import refuse_log
 from ..run_facts import trl_corrects
 from ..translation.own_settings import read_config
 from .recompute import Batch, Outcome, Spread, batch_of, recompute, spread_of
-from .run import clip_range
 
 
 _COLUMNS = (*COLUMNS, "keep")  # of a dump
@@ -75,7 +74,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     row = str(decision.set.get("rollout_correction", _THIS_RUN))
     settings = {_THIS_RUN: run, **shown, **{file: read_config(file).settings for file in files}}
     notes = _notes(dump, run)
-    outcomes = _outcomes(batch, settings, clip_range(dump.fields), notes)
+    outcomes = _outcomes(batch, settings, _clip_range(dump.fields), notes)
     comparison = Comparison(batch, run, outcomes, len(presets) - len(shown), spread, notes, decision, row)
     return _as_json(comparison) if as_json else _as_markdown(comparison)
 
@@ -100,6 +99,13 @@ def _notes(dump: Dump, run: Settings) -> list[str]:
         lines = ", ".join(f"`{line}`" for line in yaml_lines(of_trl).splitlines())
         notes.append(f"This run uses `rollout_correction: trl` with {lines}. The row of `trl` is TRL's default.")
     return notes
+
+
+def _clip_range(fields: Mapping[str, Any]) -> tuple[float, float]:
+    """Lower and upper ratio at which TRL's PPO clips in a run with these fields."""
+    below, above = (fields.get(name) for name in ("epsilon", "epsilon_high"))
+    lower = float(below) if isinstance(below, int | float) and below else 0.2
+    return 1 - lower, 1 + (float(above) if isinstance(above, int | float) and above else lower)
 
 
 def _outcomes(

@@ -10,7 +10,6 @@ from ...settings.config import settings_of_preset
 from ...settings.presets import UNSET
 from ...settings.resolve import Settings
 from ...settings.trl_correction import given_to_trl
-from ..analysis.run import Run
 from ..decision import in_words
 from ..diagnosis import trl_log
 from ..diagnosis.text import detail, evidence_in_words, explains, headline, remedy_for, sure
@@ -22,6 +21,7 @@ from .examples import choose_completions
 from .facts import Facts, state_of
 from .log_charts import main_numbers, more_trends, overview, rejected
 from .page import Banner, Card, Page, Section
+from .run import Run
 from .token_tables import Lost, find_lost, find_worst
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 
 from ...messages import PREFIX, uncapitalized
-from ..analysis.run import Run
 from ..bands import HEALTHY, band_in_words
 from ..diagnosis import Diagnosis, diagnose
 from ..diagnosis.loading import alarms_of_run, observe_dump
@@ -18,6 +17,7 @@ from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS, SILENCED
 from ..monitor.stock import RATIO
 from ..monitor.windows import Window, is_training_window
+from .run import Run
 
 
 # Metrics with a healthy band in a box or a chart

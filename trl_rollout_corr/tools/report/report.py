@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...messages import SelfContainedError
-from ..analysis.run import read_run
 from ..formats import visible, write_whole
 from .compose import compose
 from .drawing import png
@@ -13,6 +12,7 @@ from .facts import analyse
 from .follow import follow
 from .html_page import render
 from .page import Page
+from .run import read_run
 
 
 def write_report(sources: Sequence[str], output: str) -> str:

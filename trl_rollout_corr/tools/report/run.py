@@ -77,10 +77,3 @@ def _other_dumps(folder: Path, chosen: Path) -> list[str]:
     return [
         f"`{path.name}`" for path in sorted(folder.iterdir()) if path != chosen and path.is_dir() and files_of(path)
     ]
-
-
-def clip_range(fields: Mapping[str, Any]) -> tuple[float, float]:
-    """Lower and upper ratio at which TRL's PPO clips in a run with these fields."""
-    below, above = (fields.get(name) for name in ("epsilon", "epsilon_high"))
-    lower = float(below) if isinstance(below, int | float) and below else 0.2
-    return 1 - lower, 1 + (float(above) if isinstance(above, int | float) and above else lower)
