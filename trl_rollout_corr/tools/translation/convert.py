@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import yaml
 
 from ...messages import SelfContainedError
-from .dotted_settings import OF_VERL, ONLY_VERL, convert_settings
+from .dotted_settings import convert_settings
 from .setting_files import OVERRIDE, leaves, lines_of, read_document, read_file, read_overrides, with_line
 from .trl_files import convert_trl_file, is_of_trl
 
@@ -28,7 +28,7 @@ def convert(arguments: list[str], trainer: str | None = None) -> str:
             raise ValueError(with_line(str(error), lines_of(node))) from error
     _refuse_trainer(trainer)
     settings, options = read_overrides(arguments)
-    return convert_settings(settings, OF_VERL, options)
+    return convert_settings(settings, options, from_command=True)
 
 
 def _convert_file(text: str, content: object, node: yaml.Node | None, trainer: str | None) -> str:
@@ -37,7 +37,7 @@ def _convert_file(text: str, content: object, node: yaml.Node | None, trainer: s
         if is_of_trl(content, of_trl):
             return convert_trl_file(text, content, node, of_trl, trainer)
     _refuse_trainer(trainer)
-    return convert_settings(dict(leaves(content)), ONLY_VERL)
+    return convert_settings(dict(leaves(content)), from_command=False)
 
 
 def _refuse_trainer(trainer: str | None) -> None:

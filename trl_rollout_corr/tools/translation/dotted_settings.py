@@ -14,20 +14,19 @@ from .verl import NOT_SET, from_verl, split_verl, with_divergence
 
 
 # The section that only verl uses, and the sections of arguments of its command
-ONLY_VERL = ("actor_rollout_ref.",)
-OF_VERL = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
+_ONLY_VERL = ("actor_rollout_ref.",)
+_OF_COMMAND = ("algorithm.", "actor_rollout_ref.", "data.", "trainer.")
 
 
-def convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], options: Sequence[str] = ()) -> str:
+def convert_settings(settings: Mapping[str, object], options: Sequence[str] = (), *, from_command: bool) -> str:
     """
-    Fields of this package and of TRL for dotted names of verl, whose sections are `of_verl`, next to `options` of the
-    command.
+    Fields of this package and of TRL for dotted names of verl, from a file or from a command, next to its `options`.
     """
     refuse_skyrl(settings)
     doubtful_options = suspicious_options(options)
     if doubtful_options and not settings:
         raise ValueError(about_options(doubtful_options))
-    fields, others = read_verl(settings, of_verl)
+    fields, others = read_verl(settings, from_command=from_command)
     in_effect = RolloutCorrectionConfig(**fields).settings
     if not (in_effect.corrects or in_effect.rollout_metrics_only):
         if doubtful := suspects(others):
@@ -52,11 +51,12 @@ def convert_settings(settings: Mapping[str, object], of_verl: tuple[str, ...], o
     return "\n".join([*lines, yaml_lines({**fields, **trl}).rstrip()]) + "\n"
 
 
-def read_verl(settings: Mapping[str, object], of_verl: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, object]]:
-    """Fields for dotted names of verl, and the remaining settings."""
+def read_verl(settings: Mapping[str, object], *, from_command: bool) -> tuple[dict[str, Any], dict[str, object]]:
+    """Fields for dotted names of verl, from a file or from a command, and the remaining settings."""
     section, others = split_verl(settings)
     if section is NOT_SET:
-        if not any(name.startswith(of_verl) or (of_verl is OF_VERL and counterpart(name)) for name in settings):
+        sections = _OF_COMMAND if from_command else _ONLY_VERL
+        if not any(name.startswith(sections) or (from_command and counterpart(name)) for name in settings):
             doubtful = suspects(others)
             of_others = f", and `{doubtful[0]}` is not translated" if doubtful else ""
             raise ValueError(
@@ -90,7 +90,7 @@ def system_of(content: Mapping[str, Any]) -> str:
     settings = dict(leaves(content))
     if is_skyrl(settings):
         return "SkyRL"
-    if any(name.startswith((*ONLY_VERL, "algorithm.rollout_correction")) for name in settings):
+    if any(name.startswith((*_ONLY_VERL, "algorithm.rollout_correction")) for name in settings):
         return "verl"
     if "compute_environment" in content or "distributed_type" in content:
         return "accelerate"

@@ -12,7 +12,7 @@ from ...settings.resolve import FIELDS
 from ...settings.trl_correction import PREFIX_OF_TRL
 from ..formats import yaml_lines
 from .counterparts import to_trl
-from .dotted_settings import ONLY_VERL, estimator_of, read_verl, refuse_skyrl
+from .dotted_settings import estimator_of, read_verl, refuse_skyrl
 from .own_settings import tell_effects
 from .setting_files import leaves, read_document, read_yaml
 from .trl import from_trl
@@ -226,7 +226,7 @@ def _translate(
     file lacks.
     """
     settings = dict(leaves(sections))
-    fields, others = read_verl(settings, ONLY_VERL)
+    fields, others = read_verl(settings, from_command=False)
     added = to_trl(others, trainer)
     for name in added.keys() & kept.keys():
         value = added.pop(name)
