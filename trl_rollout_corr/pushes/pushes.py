@@ -3,7 +3,7 @@ Pushes of weights from a trainer to its sampler: one object for each trainer, an
 
 A push leaves the base of an adapter as it is, and the checks of pushes
 ([`~trl_rollout_corr.pushes.push_checks.PushChecks`]) see it, unless `rollout_monitor` is null. The checks return what
-they found. Adapters and checks are imported here alone, by the runs that have them.
+they found. A run without adapters and checks does not import them.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,5 +1,6 @@
 """
-The only reader of logs: it finds the logs of a run in a folder, and reads a file of any kind as the trainer's log.
+Logs of a run in a folder, and files of any kind read as the trainer's log. Only the log in a dump is read elsewhere
+([`~trl_rollout_corr.tools.dump.folder.read_logs`]).
 """
 
 from collections.abc import Callable, Iterable, Mapping
