@@ -75,7 +75,8 @@ def _found(question: str, paths: dict[str, Path]) -> str:
         for (first, anchor, _), (last, *_) in pairwise([*sections(text), (len(lines), "", 0)]):
             inside = "\n".join(lines[first:last]).lower()
             title = f"{page} {lines[first]} {_KEYWORDS.findall(inside)}".lower()
-            found.append((*(sum(word in part for word in words) for part in (inside, title)), f"{page}#{anchor}"))
+            has, titled = (sum(word in part for word in words) for part in (inside, title))
+            found.append((has, titled, f"{page}#{anchor}"))
     most = max(has for has, *_ in found)
     if most < min(2, len(words)):
         return ""
