@@ -179,6 +179,23 @@ def test_the_diagnosis_follows_the_parts(tmp_path):
     assert found(body, unknown) == ["rounding"]  # which the tokens do not show
 
 
+def test_a_measured_quantisation_answers_for_the_quantised_sampler(tmp_path):
+    """Also for an engine that reports quantised weights; of a checkpoint that is quantised, no part is measured."""
+    make_dump(tmp_path)
+    observed = read_tokens(tmp_path)
+    observed.about = {**observed.about, "quantization": "fp8"}
+    observed.d[:] = np.where(np.arange(len(observed)) % 2, 0.05, -0.05)
+
+    def found(engine_kwargs, large):
+        parts = parts_of(*answers(no_dropout=0.0, facts={**FACTS, "engine_kwargs": engine_kwargs})).values()
+        parts = [part._replace(k3=1e-3 * (part.name in (large, WHOLE)), error=0.0) for part in parts]
+        return [finding.name for finding in diagnose_parts(observed, parts).findings]
+
+    assert found({"quantization": "fp8"}, BODY) == ["rounding"]
+    assert found({"quantization": "fp8"}, QUANTISATION) == ["quantised"]
+    assert found({}, KERNELS) == ["quantised"]
+
+
 # Settings -----------------------------------------------------------------------------------------------------------------
 
 

@@ -337,6 +337,7 @@ CAUSES: dict[str, Cause] = {
         "and the key-value cache in 16 bits.",
         may_correct=True,
         announced=True,
+        parts=(QUANTISATION,),
     ),
     "weights": Cause(
         "weights that differ from the trainer's: low precision (int8, fp8, int4), an older policy, or not the pushed "

@@ -28,6 +28,8 @@ DECODING, WHOLE = "decoding against prefill", "the whole"
 FLOAT32, HEADS, PLAIN = "float32 on both sides", "float32 head on both sides", "no quantisation in the sampler"
 EIGHT_BITS = {"quantization": QUANTISATION, "kv_cache_dtype": CACHE}  # parts by the engine's argument
 _PARTS = {name: cause.parts for name, cause in CAUSES.items() if cause.parts}
+# Causes that no part rules out if no argument of the engine quantises: a checkpoint may, and no other one is measured
+_OF_CHECKPOINT = {name for name, parts in _PARTS.items() if parts == (QUANTISATION,)}
 # A part with at most the first share of the gap is in doubt and rules its causes out. A part with the second share is
 # found
 SMALL, _LARGE = 0.2, 0.75
@@ -124,7 +126,10 @@ def diagnose_parts(observed: DumpedTokens, parts: Sequence[Part]) -> Diagnosis:
     *parts, whole = parts
     large = [part.name for part in parts if abs(part.k3) + part.error > SMALL * whole.k3]
     acting = {cause: [name for name in large if any(x in name for x in names)] for cause, names in _PARTS.items()}
-    found = diagnose(observed, {cause for cause, names in acting.items() if not names})
+    absent = {cause for cause, names in acting.items() if not names}
+    if not any(QUANTISATION in part.name for part in parts):
+        absent -= _OF_CHECKPOINT
+    found = diagnose(observed, absent)
     if found.size < FLOOR or found.findings:
         return found
     for part in parts:
