@@ -697,6 +697,24 @@ def test_the_report_recommends_the_settings_that_compare_recommends(spread, tmp_
     assert best["why"].replace("`", "") in page.text
 
 
+def test_an_alarm_in_the_log_of_the_trainer_counts_where_the_dump_has_no_log(tmp_path, undrawn, capsys):
+    """In each command as in the alarm: a small gap of the dump is no reason to leave the settings."""
+    folder = make_run(tmp_path / "run", log_of_gaps([0.001, 0.001, *[0.02] * 10]))
+    make_dump(folder / "dump", spread=0.003, worst=0, settings={"rollout_correction": "disabled"}, logs=False)
+    advised = {"rollout_correction": "auto"}
+    page = Page(write(folder, tmp_path / "report.html"))
+    assert "k3_uncorrected: rollout_corr/k3_kl" in page.text
+    assert settings_of(tmp_path / "report.html")[1:] == [advised]
+    assert "nothing unhealthy was seen" not in page.text
+    capsys.readouterr()
+    assert main(["diagnose", str(folder), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["correction"]["settings"] == advised
+    assert main(["compare", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recommendation"]["settings"] == advised
+    # without that log, nothing unhealthy is seen
+    assert main(["diagnose", str(folder / "dump")]) == 0
+
+
 @pytest.mark.filterwarnings("ignore:`rollout")
 @pytest.mark.parametrize(
     "settings",

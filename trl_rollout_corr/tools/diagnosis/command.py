@@ -5,7 +5,7 @@ from pathlib import Path
 from ...messages import warn
 from ..logs.log_files import first_readable, merge, parts_of, split_source
 from . import trl_log
-from .loading import observe_dump, open_for_diagnosis
+from .loading import log_of_run, observe_dump, open_for_diagnosis
 from .ranking import diagnose
 from .text import write_json, write_text
 
@@ -20,7 +20,7 @@ def diagnose_source(source: str, *, as_json: bool = False) -> tuple[str, bool]:
     if folder is None:
         return _suspect(logs, run, as_json=as_json)
     dump = open_for_diagnosis(path)
-    diagnosis = diagnose(observe_dump(dump))
+    diagnosis = diagnose(observe_dump(dump, log_of_run(source)))
     if as_json:
         return write_json(diagnosis, {"sample": dump.sample} if dump.sample else None), diagnosis.healthy
     note = f"\n{dump.sample}.\n" if dump.sample else ""

@@ -14,6 +14,7 @@ from ..bands import HEALTHY
 from ..decision import Decision, decide, gap_of
 from ..dump.folder import read_logs
 from ..dump.reading import Dump, open_dump
+from ..logs.log_files import first_readable, merge, parts_of, split_source
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
@@ -47,14 +48,25 @@ def read_tokens(path: str | Path) -> DumpedTokens:
     return observe_dump(open_for_diagnosis(path))
 
 
+def log_of_run(source: str) -> Log:
+    """The log of the run at a source, from its trainer and from its dump. Warns about logs that cannot be read."""
+    path, name = split_source(source)
+    logs, folder = parts_of(path)
+    damage: list[str] = []
+    entries = first_readable(logs, damage, needed=False, run=name)
+    for sentence in damage:
+        warn(f"{path}: {sentence}.")
+    return merge([*(read_logs(folder) if folder else []), *entries])
+
+
 def alarms_of_run(log: Log, dump: Dump | None) -> list[Alarm]:
     """The alarms in the log of a run, of which there may be a dump."""
     return alarms_of_log(log, None, {}) if dump is None else alarms_of_log(log, dump.settings, dump.fields)
 
 
-def observe_dump(dump: Dump) -> DumpedTokens:
-    """The tokens of an opened dump, and what the log in it says about its run."""
-    log = read_logs(dump.path)
+def observe_dump(dump: Dump, log: Log | None = None) -> DumpedTokens:
+    """The tokens of an opened dump, and what the log of its run, by default the one in the dump, says."""
+    log = read_logs(dump.path) if log is None else log
     alarms, steps = alarms_of_run(log, dump), dump.sequences.step
     until = [entry for entry in log if entry["step"] <= steps.max()]
     scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
@@ -72,9 +84,9 @@ def observe_dump(dump: Dump) -> DumpedTokens:
     return DumpedTokens(dump.sequences, dump.settings, dump.fields, dump.about, facts)
 
 
-def decision_of(dump: Dump) -> Decision:
+def decision_of(dump: Dump, log: Log) -> Decision:
     """The correction to set, by the tokens of an opened dump and the log of its run."""
-    tokens = observe_dump(dump)
+    tokens = observe_dump(dump, log)
     try:
         return diagnose(tokens).decision
     except ValueError:  # too few tokens

@@ -165,6 +165,6 @@ def _diagnose(run: Run) -> Diagnosis | None:
     if run.dump is None:
         return None
     try:
-        return diagnose(observe_dump(run.dump))
+        return diagnose(observe_dump(run.dump, run.entries))
     except ValueError:  # too few tokens
         return None
