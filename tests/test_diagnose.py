@@ -217,6 +217,24 @@ def test_rounding_is_named_and_normal(maker, right):
     assert diagnosis.healthy
 
 
+def test_a_healthy_run_has_nothing_to_paste_in_any_answer(maker, right, tmp_path, capsys):
+    maker.make("bf16", SEED, right, "bfloat16")
+    folder = str(maker.output / "bf16" / str(SEED))
+    assert main(["diagnose", folder, "--json"]) == 0
+    causes = json.loads(capsys.readouterr().out)["causes"]
+    assert "rounding" in [cause["cause"] for cause in causes]
+    assert [cause["settings"] for cause in causes] == [{}] * len(causes)
+    assert main(["diagnose", folder]) == 0
+    assert main(["report", folder, "-o", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert html.escape(CAUSES["rounding"].title) in page
+    for answer in (capsys.readouterr().out, page):
+        assert "cast_lm_head_to_fp32: true" not in answer
+    # what would be advised to a run that is not healthy
+    (finding,) = [x for x in found_in(maker, "bf16").findings if x.name == "rounding"]
+    assert remedy_for(found_in(maker, "bf16")._replace(size=1.0), finding)[1]
+
+
 def test_flipped_routes_are_named(benchmark, tmp_path):
     maker = benchmark.Maker("tune-moe", [SEED], tmp_path)
     maker.make("bf16_moe", SEED, sampled(benchmark, maker.models["float32"]), "bfloat16")

@@ -120,7 +120,10 @@ def explains(finding: Finding) -> str:
 
 
 def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, object]]:
-    """What removes a cause in its run: sentences, and the settings to paste, without the ones in effect."""
+    """
+    What removes a cause in its run: sentences, and the settings to paste, without the ones in effect. A healthy run
+    has none to paste.
+    """
     cause, run, about = finding.cause, diagnosis.fields, diagnosis.about
     if cause.on_quantised and about.get("trainer_quantization", "none") != "none":
         return cause.on_quantised, {}
@@ -137,7 +140,7 @@ def remedy_for(diagnosis: Diagnosis, finding: Finding) -> tuple[str, dict[str, o
     text = _remedy(cause, [*reasons, *others], has_all=not to_paste)
     if diagnosis.expected and not cause.normal:
         text = f"Nothing has to be done. To make the gap smaller: {uncapitalized(text)}"
-    return text, to_paste
+    return text, {} if diagnosis.healthy else to_paste
 
 
 def _remedy(cause: Cause, reasons: list[str], *, has_all: bool) -> str:
@@ -250,14 +253,13 @@ def write_text(diagnosis: Diagnosis) -> str:
     lines = [f"{headline(diagnosis)}.", detail(diagnosis)]
     for place, finding in enumerate(diagnosis.findings, 1):
         cause, (remedy, advised) = finding.cause, remedy_for(diagnosis, finding)
-        to_paste = {} if diagnosis.healthy else advised  # what is normal needs no setting
         lines += [
             "",
             f"{place}. {capitalized(cause.title)} ({finding.name})",
             f"   {sure(finding)}, {explains(finding)}",
             f"   Evidence: {evidence_in_words(finding)}.",
             f"   What to do: {remedy}",
-            *(f"     {line}" for line in yaml_lines(to_paste).splitlines()),
+            *(f"     {line}" for line in yaml_lines(advised).splitlines()),
         ]
     decision = diagnosis.decision
     lines += ["", f"Correction: {in_words(decision)}"]
