@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import trl_rollout_corr
 from benchmarks.tables import grid, markdown
@@ -95,13 +96,9 @@ IN_ORDER = sorted(BOUNDS.values(), key=lambda bound: (bound.severity != "critica
 
 def alarms(table: str) -> str:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    healthy = {kind: runs["healthy"] for kind, runs in record["runs"].items()}
 
     def cells(name: str) -> dict[str, str]:
-        bound, raised = BOUNDS[name], record["alarms"].get(name, {})
-        share = {
-            kind: f"{raised[kind]} of {healthy[kind]}" for kind in ("corrected", "uncorrected") if raised.get(kind)
-        }
+        bound = BOUNDS[name]
         metric = f"`{bound.key}`{'*' if bound.measure else ''}"
         most = "1" if bound.patience == 1 else f"{bound.patience // 2 + 1} of {bound.patience}"
         return {
@@ -109,10 +106,25 @@ def alarms(table: str) -> str:
             "severity": bound.severity,
             "limit": "off" if _is_off(bound) else f"{metric} {'below' if bound.below else 'above'} {bound.limit:g}",
             "steps": f"{bound.patience} in a row" if bound.lasting else f"{most}{_at_once(bound)}",
-            "in healthy runs": share.get("corrected") or (f"{share['uncorrected']}, uncorrected" if share else "none"),
+            "in healthy runs": _in_healthy_runs(record, bound),
         }
 
     return completed(table, cells, [bound.name for bound in IN_ORDER])
+
+
+def _in_healthy_runs(record: Mapping[str, Any], bound: Bound) -> str:
+    """
+    Of the healthy corrected runs that have the number of an alarm, how many raise it; of uncorrected ones, if these alone do.
+    """
+    if _is_off(bound):
+        return "off"
+    raised, compared = (record[part].get(bound.name, {}) for part in ("alarms", "compared"))
+    for counts in (raised, compared):
+        if counts.get("corrected"):
+            return f"{raised['corrected']} of {compared['corrected']}"
+        if counts.get("uncorrected"):
+            return f"{raised['uncorrected']} of {compared['uncorrected']}, uncorrected"
+    return "not measured"
 
 
 def _is_off(bound: Bound) -> bool:
@@ -145,7 +157,10 @@ def alarm_record(inside: str) -> str:
         [f"[`{name}`](../../docs/alarms.md#{name})", *(str(row[key]) for key in columns.values())]
         for name, row in raised.items()
     ]
-    never = ", ".join(f"`{name}`" for name in rows if name not in raised)
+    silent = {name: results["compared"][name]["all"] for name in rows if name not in raised}
+    off = [f"`{name}`" for name in silent if _is_off(BOUNDS[name])]
+    never = [f"`{name}` (in {n} runs)" for name, n in silent.items() if n and not _is_off(BOUNDS[name])]
+    unknown = [f"`{name}`" for name, n in silent.items() if not n and not _is_off(BOUNDS[name])]
     some = results["any"]
     healthy = f"Of the {runs['corrected']['healthy']} healthy corrected runs, {some['alarm']} raise an alarm, and "
     healthy += f"{some['foretold']} raise one of those that foretell a collapse."
@@ -153,7 +168,10 @@ def alarm_record(inside: str) -> str:
         f"The column *dip* includes {runs['faulty']['dip']} runs with wrong log-probabilities. No column shows the "
     )
     shown += f"{runs['fresh']['collapse']} collapses with fresh weights."
-    below = wrapped(f"In none of these runs: {never}. {shown} {healthy}")
+    of_silent = f"Raised by none of the runs whose log has the number to compare: {', '.join(never)}. "
+    of_silent += f"Never compared, as the number is missing or the run of another kind: {', '.join(unknown)}. "
+    of_silent += f"Off by default: {', '.join(off)}."
+    below = wrapped(f"{of_silent} {shown} {healthy}")
     return f"{grid(['alarm', *columns], lines)}\n\n{below}"
 
 

@@ -860,6 +860,25 @@ def test_the_published_record_is_that_of_the_rules(arena, runs):
     assert json.loads(arena.DATA.read_text()) == arena.counted(runs)
 
 
+def test_an_alarm_is_called_silent_only_where_a_log_has_its_number(arena, runs):
+    """A metric that no log has was not measured, except for shares that the archive drops because all are 0."""
+    assert all({alarm.bound for alarm in run.alarms} <= run.compared for run in runs)
+    logged = {key for run in runs for key in run.record["history"]}
+    restored = {"nonfinite_fraction", "zero_advantage_fraction", "rollout_rs_masked_fraction"}
+    unknown = {name for name, bound in BOUNDS.items() if bound.metric not in logged and bound.key not in restored}
+    assert "fresh_gap" in unknown
+    compared = arena.counted(runs)["compared"]
+    assert {compared[name]["all"] for name in unknown} == {0}
+    having = [run for run in runs if f"{PREFIX}surprise" in run.record["history"]]
+    assert 0 < compared["other_draws"]["all"] <= len(having) < len(runs)
+    assert compared["nonfinite"]["all"] == len(runs)
+    page = (ROOT / "docs/alarms.md").read_text()
+    cells = dict(re.findall(r"^\| \[`(\w+)`\].* \| (.*) \| .* \|$", page, re.MULTILINE))
+    assert {cells[name] for name in unknown} == {"not measured"}
+    assert cells["other_draws"] == f"0 of {compared['other_draws']['corrected']}"
+    assert "none" not in cells.values()
+
+
 def test_a_critical_alarm_is_never_false(runs):
     """A sampler that reports wrong log-probabilities has one from the first step on, and no other run has any."""
     critical = {x.record["name"]: x for x in runs if any(alarm.severity == "critical" for alarm in x.alarms)}

@@ -42,6 +42,7 @@ class Replay(NamedTuple):
     course: str  # healthy, dip, or collapse
     fall: int | None  # step of the look at which it has collapsed
     alarms: list[Alarm]  # the first of each bound
+    compared: set[str]  # the bounds whose number the log has
 
     @property
     def foretold(self) -> bool:
@@ -68,11 +69,12 @@ def replays(archive: Path = ARCHIVE) -> list[Replay]:
 
 def replay(record: Mapping[str, Any]) -> Replay:
     """Apply the rules to a run as the monitor does, after each optimizer step."""
-    log = [_completed(entry) for entry in _entries(record["history"])]
     settings = settings_of(record)
-    alarms = Examiner(settings, fields=record["settings"].get("way", {})).alarms_of(log)
+    log = [{**_zeros(settings), **_completed(entry)} for entry in _entries(record["history"])]
+    examiner = Examiner(settings, fields=record["settings"].get("way", {}))
+    alarms = examiner.alarms_of(log)
     course, fall = _course(record["steps"], record["accuracy"])
-    return Replay(record, log, _kind(record, settings), course, fall, alarms)
+    return Replay(record, log, _kind(record, settings), course, fall, alarms, examiner.compared)
 
 
 def settings_of(record: Mapping[str, Any]) -> Settings:
@@ -96,6 +98,19 @@ def _completed(entry: dict[str, Any]) -> dict[str, Any]:
         return entry
     none = entry.get(f"{PREFIX}kl_advantage_positive") is None
     return {**entry, f"{PREFIX}zero_advantage_fraction": float(none)}
+
+
+def _zeros(settings: Settings) -> dict[str, float]:
+    """
+    Shares that a run with these settings logs. The archive drops a column of zeros, so these are 0 where it has none;
+    any other metric that it does not have was not measured.
+    """
+    names = ["nonfinite_fraction"]
+    if settings.criteria:
+        names.append("rollout_rs_masked_fraction")
+    if any(criterion.name == "seq_max_k1" for criterion in settings.criteria):
+        names.append("rollout_is_veto_fraction")
+    return {PREFIX + name: 0.0 for name in names}
 
 
 def _kind(record: Mapping[str, Any], settings: Settings) -> str:
@@ -124,6 +139,7 @@ def counted(runs: Sequence[Replay]) -> dict[str, Any]:
     return {
         "runs": {kind: _courses(runs, kind) for kind in ("corrected", "uncorrected", "fresh", "faulty")},
         "alarms": {name: _alarm(runs, name) for name in BOUNDS},
+        "compared": {name: _compared(runs, name) for name in BOUNDS},
         "any": _any(runs),
         "gaps": [_above(runs, gap) for gap in LARGE],
         "ages": _ages(runs),
@@ -148,6 +164,13 @@ def _alarm(runs: Iterable[Replay], name: str) -> dict[str, int]:
         found["in_time"] += early and run.kind == "corrected"
         found["in_time_uncorrected"] += early and run.kind == "uncorrected"
     return found
+
+
+def _compared(runs: Iterable[Replay], name: str) -> dict[str, int]:
+    """How many runs have the number of an alarm: healthy ones by kind, and all. In the others its silence says nothing."""
+    having = [run for run in runs if name in run.compared]
+    healthy = {kind: _courses(having, kind)["healthy"] for kind in ("corrected", "uncorrected", "fresh", "faulty")}
+    return {**healthy, "all": len(having)}
 
 
 def _any(runs: Sequence[Replay]) -> dict[str, int]:

@@ -81,6 +81,11 @@ class Examiner:
                 last[bound.name] = window.step
         return by_severity(replace(alarm, last_step=last[name]) for name, alarm in first.items())
 
+    @property
+    def compared(self) -> set[str]:
+        """Names of the bounds that have had a number to compare. The others are silent whatever happens."""
+        return {name for name, streak in self._streaks.items() if streak}
+
     def _holds(self, bound: Bound, value: float, limit: float) -> bool:
         streak = self._streaks[bound.name]
         streak.append(bound.unhealthy(value, limit))
