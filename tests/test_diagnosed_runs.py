@@ -175,7 +175,7 @@ def test_tokens_of_another_distribution_are_seen_by_the_entropy(said, name):
 def test_a_healthy_answer_says_what_it_looked_at(said, entropy):
     text, answer, code = said("exact", entropy=entropy)
     assert (answer["verdict"], code) == ("nothing", 0)
-    assert ("as for tokens that were drawn from these values" in text) == entropy
+    assert ("as it is if tokens are drawn with the reported probabilities" in text) == entropy
     assert ("does not prove that the tokens were drawn from these values" in text) != entropy
 
 

@@ -65,12 +65,17 @@ def alarms_of_run(log: Log, dump: Dump | None) -> list[Alarm]:
 
 
 def observe_dump(dump: Dump, log: Log | None = None) -> DumpedTokens:
-    """The tokens of an opened dump, and what the log of its run, by default the one in the dump, says."""
-    log = read_logs(dump.path) if log is None else log
+    """
+    The tokens of an opened dump, and what the logs of its run say. `log`, by default the one in the dump, decides about
+    alarms; the one in the dump, if it has one, knows what TRL logs at each step.
+    """
+    own = read_logs(dump.path)
+    log = own if log is None else log
+    of_trl = own or log
     alarms, steps = alarms_of_run(log, dump), dump.sequences.step
-    until = [entry for entry in log if entry["step"] <= steps.max()]
+    until = [entry for entry in of_trl if entry["step"] <= steps.max()]
     scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
-    rates = sorted(_logged(log, "learning_rate"))
+    rates = sorted(_logged(of_trl, "learning_rate"))
     asks = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms)
     facts = LogFacts(
         movement=_movement(rates, steps),
@@ -78,7 +83,7 @@ def observe_dump(dump: Dump, log: Log | None = None) -> DumpedTokens:
         harmed=asks or _loses_gradient(dump),
         scored_again=_logged(until, f"{PREFIX}fresh_k3_kl", f"{PREFIX}age_k3_kl"),
         texts_off=scored_texts[-1][1:] if scored_texts else None,
-        entropy=_entropy(log, steps),
+        entropy=_entropy(of_trl, steps),
         rates=rates,
     )
     return DumpedTokens(dump.sequences, dump.settings, dump.fields, dump.about, facts)
