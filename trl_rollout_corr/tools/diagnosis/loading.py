@@ -66,8 +66,8 @@ def alarms_of_run(log: Log, dump: Dump | None) -> list[Alarm]:
 
 def observe_dump(dump: Dump, log: Log | None = None) -> DumpedTokens:
     """
-    The tokens of an opened dump, and what the logs of its run say. `log`, by default the one in the dump, decides about
-    alarms; the one in the dump, if it has one, knows what TRL logs at each step.
+    The tokens of an opened dump, and what the logs of its run say. `log`, by default the one in the dump, decides
+    about alarms; the one in the dump, if it has one, knows what TRL logs at each step.
     """
     own = read_logs(dump.path)
     log = own if log is None else log
