@@ -11,7 +11,7 @@ from ...settings.presets import DEFAULT, PRESETS
 from ...settings.resolve import Settings
 from ...settings.trl_correction import given_to_trl
 from ..decision import Decision, as_document, in_words
-from ..diagnosis.loading import COLUMNS, decision_of, log_of_run
+from ..diagnosis.loading import COLUMNS, decision_of, log_of_trainer
 from ..dump.reading import Dump, open_dump
 from ..formats import number, steps, three_decimals, yaml_lines
 from ..logs.log_files import refuse_log
@@ -68,7 +68,7 @@ def compare(path: str, files: list[str], *, as_json: bool = False) -> str:
     run = dump.settings or settings_of_preset(DEFAULT)
     batch = batch_of(dump.sequences, dump.sequences.sampled)
     spread = spread_of(batch)
-    decision = decision_of(dump, log_of_run(path))
+    decision = decision_of(dump, log_of_trainer(path))
     presets = _presets(dump.fields)
     shown = presets if as_json else {name: presets[name] for name in _main_presets(run, presets)}
     row = str(decision.set.get("rollout_correction", _THIS_RUN))

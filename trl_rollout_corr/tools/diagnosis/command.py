@@ -1,11 +1,8 @@
 """The command `trl-rollout-corr diagnose`: a dump, or the log of a run without one, as text or JSON."""
 
-from pathlib import Path
-
-from ...messages import warn
-from ..logs.log_files import first_readable, merge, parts_of, split_source
+from ..logs.log_files import merge, parts_of, split_source
 from . import trl_log
-from .loading import log_of_run, observe_dump, open_for_diagnosis
+from .loading import log_of_trainer, observe_dump, open_for_diagnosis
 from .ranking import diagnose
 from .text import write_json, write_text
 
@@ -15,25 +12,21 @@ def diagnose_source(source: str, *, as_json: bool = False) -> tuple[str, bool]:
     The diagnosis of a run or a dump as text or as JSON, and whether nothing needs to be done. A run without a dump
     gets the suspicion from the log of its trainer.
     """
-    path, run = split_source(source)
-    logs, folder = parts_of(path)
+    path, _ = split_source(source)
+    _, folder = parts_of(path)
     if folder is None:
-        return _suspect(logs, run, as_json=as_json)
+        return _suspect(source, as_json=as_json)
     dump = open_for_diagnosis(path)
-    diagnosis = diagnose(observe_dump(dump, log_of_run(source)))
+    diagnosis = diagnose(observe_dump(dump, log_of_trainer(source)))
     if as_json:
         return write_json(diagnosis, {"sample": dump.sample} if dump.sample else None), diagnosis.healthy
     note = f"\n{dump.sample}.\n" if dump.sample else ""
     return write_text(diagnosis) + note, diagnosis.healthy
 
 
-def _suspect(logs: list[Path], run: str, *, as_json: bool) -> tuple[str, bool]:
+def _suspect(source: str, *, as_json: bool) -> tuple[str, bool]:
     """The suspicion from the log of a trainer as text or JSON, and whether there is none."""
-    damage: list[str] = []
-    entries = merge(first_readable(logs, damage, needed=True, run=run))
-    for sentence in damage:
-        warn(f"{logs[0].parent}: {sentence}.")
-    course = trl_log.course_of(entries)
+    course = trl_log.course_of(merge(log_of_trainer(source, needed=True)))
     if course is None:
         raise ValueError(
             "this log contains no ratio of TRL (a run with `auto` logs none), and a diagnosis needs tokens: set "

@@ -12,9 +12,9 @@ import numpy as np
 from ...messages import PREFIX, warn
 from ..bands import HEALTHY
 from ..decision import Decision, decide, gap_of
-from ..dump.folder import read_logs
+from ..dump.folder import log_entries, read_logs
 from ..dump.reading import Dump, open_dump
-from ..logs.log_files import first_readable, merge, parts_of, split_source
+from ..logs.log_files import first_readable, parts_of, split_source
 from ..monitor.examine import alarms_of_log, is_small
 from ..monitor.rule import Alarm
 from ..monitor.rules import BOUNDS
@@ -48,15 +48,18 @@ def read_tokens(path: str | Path) -> DumpedTokens:
     return observe_dump(open_for_diagnosis(path))
 
 
-def log_of_run(source: str) -> Log:
-    """The log of the run at a source, from its trainer and from its dump. Warns about logs that cannot be read."""
+def log_of_trainer(source: str, *, needed: bool = False) -> Log:
+    """
+    Entries that the trainer of the run at a source logged, none without such a log unless it is `needed`. Warns about
+    logs that cannot be read.
+    """
     path, name = split_source(source)
-    logs, folder = parts_of(path)
+    logs, _ = parts_of(path)
     damage: list[str] = []
-    entries = first_readable(logs, damage, needed=False, run=name)
+    entries = first_readable(logs, damage, needed=needed, run=name)
     for sentence in damage:
-        warn(f"{path}: {sentence}.")
-    return merge([*(read_logs(folder) if folder else []), *entries])
+        warn(f"{logs[0].parent}: {sentence}.")
+    return entries
 
 
 def alarms_of_run(log: Log, dump: Dump | None) -> list[Alarm]:
@@ -64,18 +67,19 @@ def alarms_of_run(log: Log, dump: Dump | None) -> list[Alarm]:
     return alarms_of_log(log, None, {}) if dump is None else alarms_of_log(log, dump.settings, dump.fields)
 
 
-def observe_dump(dump: Dump, log: Log | None = None) -> DumpedTokens:
+def observe_dump(dump: Dump, others: Log = ()) -> DumpedTokens:
     """
-    The tokens of an opened dump, and what the logs of its run say. `log`, by default the one in the dump, decides
-    about alarms; the one in the dump, if it has one, knows what TRL logs at each step.
+    The tokens of an opened dump, and what the log of its run says: the one in the dump, and entries of `others` for
+    steps that it lacks.
     """
     own = read_logs(dump.path)
-    log = own if log is None else log
-    of_trl = own or log
+    logged = {entry["step"] for entry in own}
+    lacking = [entry for entry in log_entries(others) if entry["step"] not in logged]
+    log = sorted([*own, *lacking], key=lambda entry: float(entry["step"]))
     alarms, steps = alarms_of_run(log, dump), dump.sequences.step
-    until = [entry for entry in of_trl if entry["step"] <= steps.max()]
+    until = [entry for entry in log if entry["step"] <= steps.max()]
     scored_texts = _logged(until, f"{PREFIX}fresh_texts_off", f"{PREFIX}fresh_texts")
-    rates = sorted(_logged(of_trl, "learning_rate"))
+    rates = sorted(_logged(log, "learning_rate"))
     asks = any(BOUNDS[alarm.bound].asks_for_correction for alarm in alarms)
     facts = LogFacts(
         movement=_movement(rates, steps),
@@ -83,15 +87,15 @@ def observe_dump(dump: Dump, log: Log | None = None) -> DumpedTokens:
         harmed=asks or _loses_gradient(dump),
         scored_again=_logged(until, f"{PREFIX}fresh_k3_kl", f"{PREFIX}age_k3_kl"),
         texts_off=scored_texts[-1][1:] if scored_texts else None,
-        entropy=_entropy(of_trl, steps),
+        entropy=_entropy(log, steps),
         rates=rates,
     )
     return DumpedTokens(dump.sequences, dump.settings, dump.fields, dump.about, facts)
 
 
-def decision_of(dump: Dump, log: Log) -> Decision:
-    """The correction to set, by the tokens of an opened dump and the log of its run."""
-    tokens = observe_dump(dump, log)
+def decision_of(dump: Dump, others: Log) -> Decision:
+    """The correction to set, by the tokens of an opened dump and the log of its run, as in [`observe_dump`]."""
+    tokens = observe_dump(dump, others)
     try:
         return diagnose(tokens).decision
     except ValueError:  # too few tokens
