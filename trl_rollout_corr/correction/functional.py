@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..settings.criteria import OF_PROBABILITIES, Bounding, Criterion
+from ..settings.criteria import OF_PROBABILITIES, WINDOW, Bounding, Criterion
 
 
 Bound = float | torch.Tensor
@@ -23,10 +23,6 @@ Bound = float | torch.Tensor
 # is verl's. verl also raises ratios below exp(-20) to exp(-20); here they keep their value, which is at most 2e-9
 # away.
 LOG_RATIO_BOUND = 20.0
-
-# Tokens of a window. Rounding of BF16, with a `k3_kl` of 0.001, scatters the product of 16 ratios by 0.18 nats, and
-# FP8, with 0.014, by 0.67, whatever the length of a completion.
-WINDOW = 16
 
 # A log-ratio beyond this comes from a masked logit. The bound keeps sums of squares finite in float32.
 LARGEST_LOG_RATIO = 1e15
@@ -163,7 +159,8 @@ def select_tokens(
 def importance_ratio(tokens: Tokens, *, level: str) -> torch.Tensor:
     r"""
     Raw importance ratio, before any bound: `exp(d)` per token, `exp(sum d)` per turn, sequence or window, or
-    `exp(mean d)` per sequence. The window of a token ends with it and has [`WINDOW`] tokens.
+    `exp(mean d)` per sequence. The window of a token ends with it and has
+    [`~trl_rollout_corr.settings.criteria.WINDOW`] tokens; one that does not count has a ratio of 1 in it.
 
     `sequence` is the unbiased importance weight of a completion; `token` is its first-order, low-variance substitute
     ([Your Efficient RL Framework Secretly Brings You Off-Policy RL

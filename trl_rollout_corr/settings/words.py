@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..messages import capitalized
-from .criteria import Criterion
+from .criteria import WINDOW, Criterion
 from .effects import shares_gradient
 from .presets import DEFAULT, UNSET
 from .resolve import Settings
@@ -86,11 +86,13 @@ def _weights_in_words(settings: Settings) -> str:
     where = "while vLLM is behind" if bounding.stale_only else ""
     if is_by_sign(bounds):
         negative, positive = (_span_in_words(pair, clamps=bounding.clamps) for pair in bounds)
-        of = {"geometric": " (mean ratio)", "window": " (products of 16 ratios)"}.get(bounding.level, "")
+        of = {"geometric": " (mean ratio)", "window": f" (products of {WINDOW} ratios)"}.get(bounding.level, "")
         signs = f"{negative} for negative advantages and {positive} for positive ones"
         weights = f"{unit} importance weights{of}{f' {where}' if where else ''}, {signs}"
         return weights if settings.applies_weights else f"{weights}, only reported"
-    ratio = {"geometric": "mean ratio", "window": "ratio and those of the 15 before it"}.get(bounding.level, "ratio")
+    ratio = {"geometric": "mean ratio", "window": f"ratio and those of the {WINDOW - 1} before it"}.get(
+        bounding.level, "ratio"
+    )
     ratio = f"{ratio} (trainer to sampler)"
     weighted = f"each {unit} is weighted by its {ratio}{_bounds_in_words(bounds, clamps=bounding.clamps)}"
     weights = f"{where}, {weighted}" if where else weighted
