@@ -97,10 +97,15 @@ def test_the_section_of_a_title_ends_where_its_page_goes_on():
     assert "\n### " in document("trl#switching")  # other sections have those below them
 
 
+def test_a_question_without_words_finds_nothing(capsys):
+    assert main(["docs", "???"]) == 2
+    assert "no document has this name" in capsys.readouterr().err
+
+
 def test_words_that_no_section_has_together_are_one_line(capsys):
     assert main(["docs", "qlora", "qwertz"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("`docs qlora qwertz`: no document has this name, and no section two of these words.")
+    assert line.startswith("`docs qlora qwertz`: no document has this name, and no section has its words.")
 
 
 def test_keywords_are_no_text_of_a_page():

@@ -238,8 +238,8 @@ def _add_docs(commands: _Commands) -> None:
     command = commands.add_parser(
         "docs",
         help="print a document, or the section of them with some words, or list them",
-        description="Print a document or one of its sections. For any other words, print a section that has all of "
-        "them, in its heading if there is one, and list others. Without a name, list all documents.",
+        description="Print a document or one of its sections. For any other words, print the section that has "
+        "most of them, in its heading if there is one, and list others. Without a name, list all documents.",
     )
     command.add_argument(
         "name",

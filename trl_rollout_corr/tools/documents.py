@@ -40,7 +40,7 @@ def document(name: str | None = None) -> str:
         return _section(text, page, section) if section else text
     if not section and not _misspells_a_page(name, paths) and (found := _found(name, paths)):
         return found
-    words = "" if section else ", and no section two of these words"
+    words = "" if section else ", and no section has its words"
     raise SelfContainedError(
         f"`docs {name}`: no document has this name{words}.{nearest(page, paths)} `trl-rollout-corr docs` lists them."
     )
@@ -78,7 +78,7 @@ def _found(question: str, paths: dict[str, Path]) -> str:
             has, titled = (sum(word in part for word in words) for part in (inside, title))
             found.append((has, titled, f"{page}#{anchor}"))
     most = max(has for has, *_ in found)
-    if most < min(2, len(words)):
+    if most < max(1, min(2, len(words))):
         return ""
     best, *others = [name for has, _, name in sorted(found, key=lambda row: -row[1]) if has == most]
     listed = "".join(f"docs {name}\n" for name in others[:_LISTED])
